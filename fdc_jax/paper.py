@@ -114,8 +114,8 @@ class Run(NamedTuple):
     @property
     def results(self) -> dict[str, Any]:
         """Results of the finished run, or an empty dictionary."""
-        found = RunPaths(self.folder).read_results()
-        return found if found and found["num_tasks"] >= estimate.size(self.config).tasks else {}
+        results = RunPaths(self.folder).read_results() or {"num_tasks": 0}
+        return results if results["num_tasks"] >= estimate.size(self.config).tasks else {}
 
     @property
     def other(self) -> str:
@@ -177,9 +177,9 @@ def plan(words: Sequence[str]) -> tuple[list[Run], dict[str, str]]:
             config = configured([f"--config={benchmark}:{learner}", *_words(own)])
             configuration.validate(config)
             encoder = config.encoder
-            found = _recognised(encoder.weights, encoder.variant, encoder.heads)
-            encoder.variant = found[0]
-            encoder.image_size = encoder.image_size or found[1].image_size
+            given = encoder.weights, encoder.variant, encoder.heads
+            encoder.variant, variant = _recognised(*given)
+            encoder.image_size = encoder.image_size or variant.image_size
             configs[benchmark, learner] = config
     runs = []
     for seed in seeds:
@@ -232,14 +232,14 @@ def measure(runs: Sequence[Run]) -> Machines:
     for run in runs:
         of_kind = kinds.setdefault(estimate.kind(run.config), {})
         of_kind[run.benchmark, run.learner] = run.config
-    found = {}
+    machines = {}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         for kind, configs in kinds.items():
             try:
-                found[kind] = pool.submit(estimate.machine, configs).result()
+                machines[kind] = pool.submit(estimate.machine, configs).result()
             except Exception as error:  # A plan without hours is a plan.
                 _log.warning("hours and GiB for %s are unknown: %s", kind[0], errors.line(error))
-    return found
+    return machines
 
 
 def hours(runs: Sequence[Run], machines: Machines) -> dict[Path, float]:
@@ -254,12 +254,12 @@ def hours(runs: Sequence[Run], machines: Machines) -> dict[Path, float]:
         if (results := run.results) and (speed := estimate.seconds_per_pass(results)):
             kind = estimate.kind(run.config)
             known[kind] = known[*kind, run.learner] = speed
-    found = {}
+    estimates = {}
     for run in runs:
         kind, fields = estimate.kind(run.config), configuration.flatten(run.config)
         speed = known.get((*kind, run.learner)) or known.get(kind) or math.nan
-        found[run.folder] = speed * estimate.passes(fields, estimate.size(run.config)) / 3600
-    return found
+        estimates[run.folder] = speed * estimate.passes(fields, estimate.size(run.config)) / 3600
+    return estimates
 
 
 def _gib(run: Run, machines: Machines) -> float:
@@ -449,17 +449,17 @@ def work_with_ray(
         while pending:
             stop.poll()
             progress.look([run for run in pending.values() if run.holder])
-            for each in ray.wait([*pending], timeout=1.0)[0]:
-                run = pending.pop(each)
+            for task in ray.wait([*pending], timeout=1.0)[0]:
+                run = pending.pop(task)
                 try:
-                    outcome = ray.get(each)
+                    outcome = ray.get(task)
                 except ray.exceptions.RayError as error:
                     outcome = 1, errors.line(error)
                 outcomes[run.folder] = outcome
                 progress.ended(run, outcome)
     finally:
-        for each in pending:
-            ray.cancel(each)
+        for task in pending:
+            ray.cancel(task)
         if pending:
             ray.wait([*pending], num_returns=len(pending), timeout=_LOST)
         ray.shutdown()

@@ -56,7 +56,10 @@ def open_cifar100(
         InputError: the download fails, or the archive is not the published one.
     """
     if path is not None and (checksum := sha256(path)) != SHA256:
-        raise InputError(f"{path}: expected SHA-256 {SHA256}, found {checksum}")
+        raise InputError(
+            f"{path}: expected {ARCHIVE_NAME}, the version for C programs, of SHA-256 {SHA256}, "
+            f"found another file, of {checksum}"
+        )
     folder = archive.unpack(path or download(cache, quiet), cache) / "cifar-100-binary"
     class_names = tuple((folder / "fine_label_names.txt").read_text().split())
 

@@ -107,15 +107,21 @@ def open_splits(
         if version := tfds_format.find(name, prepared):
             partition = benchmark.partition if benchmark else "tfds"
             return tfds_format.open_prepared(version, name, cache, partition, upright)
-    if name == "cifar100":
-        with locked(lock, wait=True):
-            return cifar100.open_cifar100(cache, quiet=quiet)
     if name in benchmarks.ARCHIVES:  # TFDS has other divisions of these, or none.
         file, page = benchmarks.ARCHIVES[name]
         raise InputError(
             f"config.data.source: expected PILOT's archive {file} ({page}) or the folder of its "
             "contents, found none"
         )
+    if data_dir:
+        below = sorted(path.name for path in prepared.glob("*/"))[:10]
+        raise InputError(
+            f"config.data.dir: {prepared}: expected the folder {name} that TFDS prepared, found "
+            + (", ".join(below) or "no folder")
+        )
+    if name == "cifar100":
+        with locked(lock, wait=True):
+            return cifar100.open_cifar100(cache, quiet=quiet)
     raise InputError(
         "config.data.source: expected a folder or an archive of images; found none, nor "
         f"{name} prepared by TFDS in {prepared}"

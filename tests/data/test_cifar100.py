@@ -61,8 +61,10 @@ def test_published_checksum_is_the_one_of_tfds():
 
 
 def test_it_is_downloaded_at_the_first_start(tmp_path, pixels, served, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+
     def opened(cache):
-        return sources.open_splits("cifar100", tmp_path / cache, data_dir=str(tmp_path))
+        return sources.open_splits("cifar100", tmp_path / cache)
 
     assert_is_cifar(opened("a"), pixels)
     assert (tmp_path / "a" / "data" / cifar100.ARCHIVE_NAME).is_file()

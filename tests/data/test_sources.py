@@ -93,10 +93,19 @@ REFUSED = [
         "",
         "data.source: expected PILOT's archive omnibenchmark .https://.*, found none$",
     ),
-    ("mine", "", "data.source: expected a folder or an archive.* mine prepared by TFDS in /"),
+    ("mine", "", "data.dir: /.*: expected the folder mine that TFDS prepared, found other$"),
+    (
+        "cifar100",
+        "",
+        "data.dir: /.*: expected the folder cifar100 that TFDS prepared, found other$",
+    ),
     ("mine", "nowhere", "data.source: nowhere: expected a folder .*, found nothing$"),
     ("mine", "file", "file: expected a folder, or a zip or tar archive of one$"),
-    ("cifar100", "file", "file: expected SHA-256 58a81ae[0-9a-f]+, found e3b0c[0-9a-f]+$"),
+    (
+        "cifar100",
+        "file",
+        "file: expected cifar-100-binary.* of SHA-256 58a81ae.*, of e3b0c[0-9a-f]+$",
+    ),
     ("digits", "file", "data.source: expected none, digits are embedded: file$"),
 ]
 
@@ -105,6 +114,7 @@ REFUSED = [
 def test_sources_that_are_refused(tmp_path, monkeypatch, benchmark, source, message):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
+    Path("other").mkdir()
     with pytest.raises(InputError, match=message):
         name = sources.name_of(benchmark, source)
         sources.open_splits(name, tmp_path / "cache", source=source, data_dir=str(tmp_path))
