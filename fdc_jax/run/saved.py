@@ -193,15 +193,18 @@ class Run(RunPaths):
     def _check_merged(self, arrays: Any) -> None:
         """Raises InputError unless these are the arrays that the learner has for an encoder."""
         learner, backbone = self.encoders.learner, self.encoders.backbone
-
-        def encoder() -> Replaced:
-            return learner.encoder(backbone, learner.initial_state(), self.num_tasks)
+        # A learner tells its newest encoder by heads that are not zero.
+        state = jax.tree.map(
+            lambda leaf: jnp.ones_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
+            setups.first_state(learner),
+        )
+        trained = learner.encoder(backbone, state, len(self._planned))
 
         def described(tree: Any) -> dict[str, str]:
-            flat = traverse_util.flatten_dict(tree, sep="/")
+            flat: Any = traverse_util.flatten_dict(tree, sep="/")
             return {name: f"{leaf.dtype}{[*leaf.shape]}" for name, leaf in flat.items()}
 
-        found, expected = described(arrays), described(jax.eval_shape(encoder))
+        found, expected = described(arrays), described(trained)
         for name in sorted(found.keys() | expected.keys()):
             if found.get(name) != expected.get(name):
                 raise InputError(

@@ -33,8 +33,8 @@ Config = TypedDict(
         "weights sha256": Checksum,
         "training images sha256": NotRequired[Name],
         "test images sha256": NotRequired[Name],
-        CLASSES: NotRequired[dict[Name, Name]],
-        PLANNED: Annotated[list[Positive], Meta(min_length=1, max_length=100_000)],
+        "known classes": NotRequired[dict[Name, Name]],
+        "classes of planned tasks": Annotated[list[Positive], Meta(min_length=1)],
     },
 )
 
