@@ -97,7 +97,11 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
     )
     of_run, of_longer = paper.hours(runs, {}), paper.hours([runs[0], *longer[1:]], {})
     timing = small_runs.results(whole)["timing"]
-    assert of_run[runs[0].folder] * 3600 > timing["training_seconds"] + timing["compile_seconds"]
+    parts = ("training", "compile", "test_extraction")
+    parts += tuple(f"{view}_extraction" for view in ("adapted", "pretrained", "previous"))
+    spent = sum(timing[f"{part}_seconds"] for part in parts)
+    spent += sum(timing["fit_seconds"].values()) + sum(timing["score_seconds"].values())
+    assert of_run[runs[0].folder] * 3600 == pytest.approx(spent)
     # Two epochs of 120 images, and 120 + 0.5 * 60 * 1.5 forward passes as half of one.
     ratio = of_longer[longer[1].folder] / of_run[runs[1].folder]
     assert ratio == pytest.approx((4 * 120 + 120 + 45) / (2 * 120 + 120 + 45))
