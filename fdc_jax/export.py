@@ -89,7 +89,7 @@ def write(
             calibrator = run.calibrator(name)
             _check_heads(run, name, calibrator, heads)
             calibrator.save(target.calibrator_file(name))
-        _check_predictions(run)
+        _check_predictions(run, run.results)
         shutil.copyfile(run.predictions_file, target.predictions_file)
         kernels = traverse_util.flatten_dict(run.encoder(run.num_tasks), sep="/")
         write_safetensors(target.merged_file, jax.tree.map(np.asarray, kernels))
@@ -106,14 +106,14 @@ def _check_heads(run: Run, name: str, calibrator: Calibrator, heads: Sequence[An
         raise InputError(f"{run.calibrator_file(name)}: is of another run: other heads")
 
 
-def _check_predictions(run: Run) -> None:
+def _check_predictions(run: Run, results: Mapping[str, Any]) -> None:
     """Raises InputError if `predictions.npz` does not give the accuracies of `results.json`."""
-    columns, accuracies = run.predictions, run.results["accuracy"]
+    columns, accuracies = run.predictions, results["accuracy"]
     for name, expected in accuracies.items():
         labels = [columns.get(column, np.zeros(0)) for column in ("label", f"{name}_label")]
-        if {len(column) for column in labels} != {run.results["num_test_images"]}:
+        if {len(column) for column in labels} != {results["num_test_images"]}:
             raise InputError(
-                f"{run.predictions_file}: expected labels of {run.results['num_test_images']} test "
+                f"{run.predictions_file}: expected labels of {results['num_test_images']} test "
                 f"images by {name}, found {[len(column) for column in labels]}"
             )
         if abs((found := evaluation.accuracy(*labels)) - expected) > 1e-6:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ def named_path(name: str, path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser()
 
 
-def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Opens a regular file for reading.
 
     Raises:
