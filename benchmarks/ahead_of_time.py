@@ -82,12 +82,12 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    tasks, classes = padded_size(tasks, 8), padded_size(classes, 4)
-    shapes = ((width,), (128, width), (), (width,), (classes, width), (classes,), (2,), (2,), (2,))
+    tasks, of_head = padded_size(tasks, 8), padded_size(classes, 4)
+    classes = padded_size(classes + 1, 8) - 1
+    shapes = ((width,), (128, width), (), (classes + 1, width), (classes,), (2,), (2,), (2,))
     statistics = [array(tasks, *shape) for shape in shapes]
-    of_classes = [array(tasks, classes, *shape) for shape in ((width,), (width,), ())]
-    heads = (*of_classes, array(tasks))
-    views = [fdc.Tasks._make([*statistics, each]) for each in (heads, None)]
+    heads = array(tasks, 2 * of_head, width), array(tasks, of_head)
+    views = [fdc.Tasks._make([*statistics, each, None]) for each in (heads, None)]
     ratios = [array(3)] * 2
 
     def score(views, ratios, *features):

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from fdc_jax.heads import products
 
-# Rows per block; fewer are padded to a power of two, at least 8.
-ROWS = 512
+# Rows of a block: few shapes occur, whatever the number of rows.
+ROWS = (8, 64, 512)
 
 
 def padded_size(size: int, least: int = 1) -> int:
@@ -33,6 +33,8 @@ def padded_size(size: int, least: int = 1) -> int:
 
 def padded(array: np.ndarray, size: int, fill: float = 0.0) -> np.ndarray:
     """Returns an array whose leading size is padded."""
+    if len(array) == size:
+        return array
     widths = [(0, size - len(array)), *[(0, 0)] * (array.ndim - 1)]
     return np.pad(array, widths, constant_values=fill)
 
@@ -62,8 +64,9 @@ class Blocks:
 
     def __init__(self, features: Any, shards: int = 1, keep: bool = False):
         self.features, self.count, self.shards = features, len(features), shards
-        size, most = self.count // shards, max(ROWS // shards, 8)
-        self.rows = most if size > most else max(8, 1 << max(size - 1, 0).bit_length())
+        size = self.count // shards
+        fewest, few, many = (max(rows // shards, 1) for rows in ROWS)
+        self.rows = fewest if size <= fewest else few if size < many else many
         keep = keep and not isinstance(features, np.memmap | jax.Array)
         self._kept = [*self._blocks()] if keep else None
 
@@ -102,7 +105,7 @@ class Blocks:
         """Returns trees of arrays [n, ...] on the host from those of every block."""
 
         def whole(*parts: np.ndarray) -> np.ndarray:
-            apart = [part.reshape(self.shards, self.rows, *part.shape[1:]) for part in parts]
+            apart = [part.reshape(self.shards, -1, *part.shape[1:]) for part in parts]
             joined = np.concatenate(apart, axis=1)[:, : self.count // self.shards]
             return joined.reshape(self.count, *parts[0].shape[1:])
 

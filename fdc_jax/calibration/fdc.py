@@ -4,8 +4,7 @@
     13     FDC.finalize: fit_foreign, log_ratio
     14-20  FDC.score: 16 measure; 17, 18 fuse; 20 calibrator.Scores
 
-`measure` compares features with tasks: a task's own ones (lines 6 and 10), those of earlier tasks
-(line 7) and test inputs (line 16).
+`measure` compares features with tasks in lines 6, 7, 10 and 16.
 
 A view is an encoder: "adapted" (A: E_t while learning, E_T at the end) or "pretrained" (0: E_0).
 Features are rows [n, d], and U_t is kept as rows. JAX computes in float32 with exact products;
@@ -65,10 +64,7 @@ def _sums(numbers: Any, origin: Any, features: Any, rows: Any) -> tuple[Array, A
 def pca(
     views: Sequence[Blocks], rows: Int[np.ndarray, " n"], centres: Sequence[Any], share: float
 ) -> list[Float[np.ndarray, "r d"]]:
-    """Returns U_t of views with these means: the fewest directions with a share of the variance.
-
-    Eq. task-pca; see `compiled.principal`.
-    """
+    """Returns U_t of views, the fewest directions with a share of the variance (Eq. task-pca)."""
     rank = partial(retained_rank, share=share, count=len(rows))
     return compiled.principal(views, rows, centres, rank)
 
@@ -76,10 +72,9 @@ def pca(
 def retained_rank(energies: Float[np.ndarray, " k"], share: float, count: int) -> int:
     """Returns how many of descending energies hold a share; `count` samples span `count` - 1."""
     energies = np.clip(energies.astype(float), 0.0, None)
-    total = energies.sum()
-    if total <= 0.0 or count < 2:
+    if count < 2 or not energies.any():
         return 0
-    short = np.cumsum(energies) / total < share - ENERGY_TOLERANCE
+    short = np.cumsum(energies) / energies.sum() < share - ENERGY_TOLERANCE
     return min(int(short.sum()) + 1, count - 1, len(energies))
 
 
@@ -98,20 +93,20 @@ class Tasks(NamedTuple):
     mean: Float[Array, "t d"]
     basis: Float[Array, "t r d"]
     length: Float[Array, " t"]  # |m|
-    direction: Float[Array, "t d"]  # m^ = m / |m|
-    prototypes: Float[Array, "t c d"]  # p - m^
+    prototypes: Float[Array, "t c+1 d"] | None  # p - m^, then m^ = m / |m|; None for rho_t alone
     offset: Float[Array, "t c"]  # |m| - m.p, infinite for classes without an image
     residual: Float[Array, "t 2"]  # moments of rho_t
     distance: Float[Array, "t 2"]  # moments of 1 - A_t
     scales: Float[Array, "t 2"]  # sigma_t without and with TSF; 0 for padding tasks
-    heads: tuple[Array, ...] | None  # W_t, W~_t, b_t, and whether h is divided by its length
+    heads: tuple[Array, Array] | None  # W_t above W~_t, and b_t
+    normalised: Float[Array, " t"] | None  # None unless heads divide h by its length
 
 
 class Measured(NamedTuple):
     """Features against tasks. A_t has no digits left near 1 in float32, so that 1 - A_t is kept."""
 
     residual: Float[Array, "n t"]  # rho_t
-    distance: Float[Array, "n t"]  # 1 - A_t
+    distance: Float[Array, "n t"] | None = None  # 1 - A_t
     raw: Float[Array, "n t c"] | None = None  # logits, if there are heads
     filtered: Float[Array, "n t c"] | None = None  # the same with TSF
 
@@ -124,15 +119,18 @@ def measure(features: Float[Array, "n d"], tasks: Tasks, gamma: float, neighbour
     def one_task(task: Any) -> Measured:
         near = features - task.mean
         ratio, inside = residual_ratio(near, task.basis)
+        if task.prototypes is None:
+            return Measured(ratio)
         distance = cosine_distance(near, lengths, task, neighbours)
         if task.heads is None:
             return Measured(ratio, distance)
-        weight, filtered_weight, bias, normalised = task.heads
-        inside = inside + products(task.mean[None], task.basis)  # h U
-        both = (weight, lengths), (filtered_weight, filtered_lengths(lengths, inside, gamma))
-        divided = [(z, jnp.where(normalised, jnp.maximum(of, NORM_FLOOR), 1.0)) for z, of in both]
-        logits = [products(features, rows) / by[:, None] + bias for rows, by in divided]
-        return Measured(ratio, distance, *logits)
+        weights, bias = task.heads
+        raw, kept = jnp.split(products(features, weights), 2, axis=-1)
+        if task.normalised is not None:
+            inside = inside + products(task.mean[None], task.basis)  # h U
+            raw = raw / jnp.maximum(lengths, NORM_FLOOR)[:, None]
+            kept = kept / jnp.maximum(filtered_lengths(lengths, inside, gamma), NORM_FLOOR)[:, None]
+        return Measured(ratio, distance, raw + bias, kept + bias)
 
     found = jax.lax.map(one_task, tasks, batch_size=min(TOGETHER, len(tasks.mean)))  # by `vmap`
     return jax.tree.map(lambda each: jnp.moveaxis(each, 0, 1), found)
@@ -156,9 +154,9 @@ def cosine_distance(near: Any, lengths: Any, task: Tasks, k: int) -> Float[Array
     no digits of features that all point nearly the same way. The cosines of g = 0 are 0.
     """
     both = jnp.maximum(lengths + task.length, NORM_FLOOR)
-    along = products(near, task.direction[None])[:, 0]
-    shared = (energy(near) + along * (task.length - lengths)) / both
-    found = shared[:, None] - products(near, task.prototypes) + task.offset
+    along = products(near, task.prototypes)
+    shared = (energy(near) + along[:, -1] * (task.length - lengths)) / both
+    found = shared[:, None] - along[:, :-1] + task.offset
     nearest = found.min(axis=-1) if k == 1 else jnp.sort(found, axis=-1)[:, :k].mean(axis=-1)
     return jnp.where(lengths > NORM_FLOOR, nearest / jnp.maximum(lengths, NORM_FLOOR), 1.0)
 
@@ -174,7 +172,9 @@ def filtered_lengths(lengths: Any, inside: Float[Array, "n r"], gamma: float) ->
     return jnp.sqrt((1.0 - gamma) ** 2 * jnp.maximum(lengths * lengths - kept, 0.0) + kept)
 
 
-_filtered = jax.jit(jax.vmap(filtered, (0, 0, None)))
+@jax.jit
+def _folded(rows: Any, basis: Any, gamma: float) -> Float[Array, "t 2c d"]:
+    return jnp.concatenate([rows, jax.vmap(filtered, (0, 0, None))(rows, basis, gamma)], axis=1)
 
 
 def side_by_side(
@@ -183,30 +183,30 @@ def side_by_side(
     """Returns what `measure` and `fuse` read of tasks; `counts` are samples of each class."""
     views, count = [task.views[view] for task in tasks], 1 if alone else padded_size(len(tasks), 8)
     rank = padded_size(max(len(view.basis) for view in views), 16)
-    classes = padded_size(max(map(len, counts)), 4)
-    put = partial(compiled.placed, count)
+    most, put = max(map(len, counts)), partial(compiled.placed, count)
+    classes = padded_size(most + 1, 8) - 1  # With m^ 8 rows, whose products are quick.
     # In float64, since differences are small.
     means = np.array([view.mean for view in views], float)
     own = unit(stack([view.prototypes for view in views], classes).astype(float))
     lengths, ways = np.linalg.norm(means, axis=1), unit(means)
     offsets = lengths[:, None] - np.einsum("tcd,td->tc", own, means)
     offsets[stack(counts, classes) == 0] = np.inf
-    basis, folded = put(stack([view.basis for view in views], rank)), None
+    basis, folded, normalised = put(stack([view.basis for view in views], rank)), None, None
     if heads is not None:
         forms = [head.affine for head in heads]
-        weight = put(stack([form.rows for form in forms], classes))
-        biases = stack([np.broadcast_to(of.bias, len(of.rows)) for of in forms], classes, -np.inf)
-        parts = put(biases), put([form.normalised for form in forms])
-        folded = weight, _filtered(weight, basis, gamma), *parts
+        weights = put(stack([form.rows for form in forms], padded_size(most, 4)))
+        biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
+        folded = _folded(weights, basis, gamma), put(stack(biases, padded_size(most, 4), -np.inf))
+        normalised = np.ones(count, np.float32) if forms[0].normalised else None
     residuals = [view.residual for view in views]
     distances = [(1.0 - view.affinity[0], view.affinity[1]) for view in views]
-    arrays = lengths, ways, own - ways[:, None], offsets, residuals, distances
-    scales = [task[1:] for task in tasks]
-    return Tasks._make([put(means), basis, *map(put, arrays), put(scales), folded])
+    rows = np.concatenate([own - ways[:, None], ways[:, None]], axis=1)
+    arrays = lengths, rows, offsets, residuals, distances, [task[1:] for task in tasks]
+    return Tasks._make([put(means), basis, *map(put, arrays), folded, normalised])
 
 
 def standardised(values: Any, own: Any) -> Any:
-    """Returns u_t of rho_t, or q_t of A_t, by moments in the last axis (Eq. residual, Eq. par)."""
+    """Returns u_t of rho_t, or -q_t of 1 - A_t, by their moments (Eq. residual, Eq. par)."""
     return (values - own[..., 0]) / own[..., 1]
 
 
@@ -227,10 +227,10 @@ def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
 
     Pairs of tasks weigh the same; tau is the median over all residuals.
     """
+    if not residuals:
+        return Foreign()
     pairs = [(u.mean(axis=1, dtype=float), u.var(axis=1, dtype=float)) for u in residuals]
     means, variances = np.concatenate(pairs, axis=1)  # mu_jt and V_jt
-    if not len(means):
-        return Foreign()
     mean = float(means.mean())
     variance = max(float((variances + (means - mean) ** 2).mean()), SCALE_FLOOR)
     wide, ratio = (u.ravel().astype(float) for u in residuals), log_ratio(mean, variance)
@@ -292,12 +292,10 @@ class Terms(NamedTuple):
         column = self.blocks.gather([getattr(block[view], name) for block in self.measured])
         return column[:, : len(self.classes)]
 
-    def standardised(self, view: int) -> tuple[Float[np.ndarray, "n t"], Float[np.ndarray, "n t"]]:
-        """Returns u_t and q_t in one view."""
-        count, names = len(self.classes), ("residual", "distance")
-        own = [jax.device_get(getattr(self.tasks[view], name))[:count] for name in names]
-        columns = [self.column(name, view) for name in names]
-        return standardised(columns[0], own[0]), -standardised(columns[1], own[1])
+    def standardised(self, name: str, view: int) -> Float[np.ndarray, "n tasks"]:
+        """Returns u_t in one view for the name "residual", and -q_t for "distance"."""
+        own = jax.device_get(getattr(self.tasks[view], name))[: len(self.classes)]
+        return standardised(self.column(name, view), own)
 
     def by_class(self) -> Float[np.ndarray, "n classes"]:
         """Returns S_t - (largest filtered logit of t - the class's own); not in the paper."""
@@ -320,7 +318,7 @@ class FDC(Calibrator):
         super().__init__()
         self.settings = Settings(**settings)
         self.tasks: list[Task] = []
-        # F^v: of each view u_j of every task against earlier tasks j, [j, n]; None once released.
+        # F^v: of each view u_j of the second task and later ones; None once released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
         self.references: list[Foreign] = []  # of each view; none before `finalize`
         self._forget()
@@ -330,9 +328,7 @@ class FDC(Calibrator):
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
         given = self._task(adapted, labels, head, pretrained, classes)
-        if (present := int((given.counts > 0).sum())) < self.settings.neighbours:
-            wanted = f"{self.settings.neighbours} neighbours need as many classes with samples"
-            raise InputError(f"task {given.task}: {wanted}, found {present}")
+        self.settings.check_neighbours(given.task, given.counts)
         rows, blocks = given.rows, compiled.blocks_of(given.views, keep=True)
         found = [means(view, rows, len(given.classes)) for view in blocks]  # Line 6.
         bases = pca(blocks, rows, [m for m, _ in found], self.settings.retained_energy)
@@ -345,13 +341,14 @@ class FDC(Calibrator):
             if residual[1] <= SCALE_FLOOR and len(view.basis) < len(view.mean):
                 warn_of_equal_residuals(given, index)
         scales = [moments(z.max(axis=-1))[1] for z in (own[0].raw, own[0].filtered)]  # Line 10.
-        residuals = [np.zeros((0, len(rows)), np.float32) for _ in blocks]
+        foreign = self.foreign or [[] for _ in blocks]
         if self.tasks:  # Line 7.
-            terms = self._terms(blocks, self._side_by_side(self.tasks, self.counts))
-            residuals = [terms.standardised(view)[0].T.copy() for view in range(len(blocks))]
-        known = self.foreign or [[] for _ in residuals]
-        self.foreign = [[*us, u] for us, u in zip(known, residuals, strict=True)]
-        self.tasks, self.references = [*self.tasks, Task(views, *scales)], []
+            earlier = self._side_by_side(self.tasks, self.counts)
+            terms = self._terms(blocks, [of._replace(prototypes=None) for of in earlier])
+            foreign = [
+                [*us, terms.standardised("residual", v).T.copy()] for v, us in enumerate(foreign)
+            ]
+        self.tasks, self.foreign, self.references = [*self.tasks, Task(views, *scales)], foreign, []
         self._append(given, own[0].raw[:, 0].argmax(axis=1))
 
     def finalize(self, release: bool = False) -> None:
@@ -404,9 +401,9 @@ class FDC(Calibrator):
 
     @property
     def storage_bytes(self) -> int:
-        """Returns the bytes of the paper's statistics in use, by its accounting, in float32.
+        """Returns the bytes of statistics in use as the paper counts them, without heads and F^v.
 
-        Heads and foreign residuals do not count, of a view of weight 0 only the bases TSF needs.
+        Of a view of weight 0 the bases that TSF needs count alone.
         """
         settings, count = self.settings, self.num_tasks
         weights = settings.adapted_view_weight, settings.pretrained_view_weight

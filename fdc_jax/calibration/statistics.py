@@ -7,7 +7,7 @@ from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from fdc_jax.errors import InputError
 
@@ -52,6 +52,12 @@ class Settings:
             raise InputError(f"retained_energy: expected 0 < x <= 1, found {self.retained_energy}")
         if self.attenuation > 1.0:
             raise InputError(f"attenuation: expected 0 <= x <= 1, found {self.attenuation}")
+
+    def check_neighbours(self, task: int, counts: Int[np.ndarray, " c"]) -> None:
+        """Raises InputError if a task has fewer classes with samples than there are neighbours."""
+        if (present := int((counts > 0).sum())) < self.neighbours:
+            wanted = f"{self.neighbours} neighbours need as many classes with samples"
+            raise InputError(f"task {task}: {wanted}, found {present}")
 
 
 class View(NamedTuple):

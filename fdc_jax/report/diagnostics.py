@@ -52,9 +52,9 @@ def similarity(features: FeatureSet, calibrator: FDC) -> pd.DataFrame:
     found = {"error": 100.0 * confusion / np.maximum(images, 1)}
     of_tasks = [calibrator.terms(task.adapted, task.pretrained) for task in features.tasks]
     for index, view in enumerate(inputs.VIEWS[: len(calibrator.widths)]):
-        means = [[of.mean(axis=0, dtype=float) for of in t.standardised(index)] for t in of_tasks]
-        u, q = np.swapaxes(means, 0, 1)
-        for kind, fits in (("residual", -u), ("affinity", q)):
+        for kind, name in (("residual", "residual"), ("affinity", "distance")):
+            each = [of.standardised(name, index).mean(axis=0, dtype=float) for of in of_tasks]
+            fits = -np.array(each)
             found[f"{view}_{kind}"] = fits - np.diag(fits)[:, None]
     pairs = pd.MultiIndex.from_arrays([first, second], names=["true task", "other task"])
     return pd.DataFrame({name: of[first, second] for name, of in found.items()}, index=pairs)
@@ -102,7 +102,7 @@ def residual_distributions(
     terms = calibrator.terms(features.test_adapted, features.test_pretrained)
     return {
         view: {
-            head: _densities(terms.standardised(index)[0][:, task], features.test_tasks)
+            head: _densities(terms.standardised("residual", index)[:, task], features.test_tasks)
             for head, task in (("first", 0), ("last", -1))
         }
         for index, view in enumerate(inputs.VIEWS[: len(terms.tasks)])

@@ -93,6 +93,35 @@ for measured in found.terms(*placed).measured[0]:
 """
 
 
+PROGRAMS = """
+import logging, jax
+from fdc_jax import calibration
+from tests.calibration import streams
+names, logger = [], logging.getLogger("jax._src.interpreters.pxla")
+class Names(logging.Handler):
+    def emit(self, record):
+        names.append(record.getMessage().split()[1])
+logger.addHandler(Names())
+logger.propagate = False
+tasks = streams.known(0, 5, width=64, pretrained_width=64, classes=(2,), samples=(287, 291, 290))
+views = streams.probe_inputs(tasks, size=360)
+found = calibration.FDC()
+with jax.log_compiles():
+    for count, task in enumerate(tasks, 1):
+        streams.fit(found, [task])
+        found.components(*views)
+print(names)
+assert "measure" in " ".join(names) and "fuse" in " ".join(names)
+assert len(names) <= 12, names
+"""
+
+
+@pytest.mark.ci
+def test_a_run_like_the_digits_compiles_twelve_programs_at_most():
+    run = subprocess.run([sys.executable, "-c", PROGRAMS], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @pytest.mark.ci
 def test_rows_that_devices_share_stay_shared():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
