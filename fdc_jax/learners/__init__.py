@@ -147,14 +147,14 @@ def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
 
 
 def check_options(name: str, flat: Mapping[str, Any]) -> None:
-    """Checks the options of a learner, and of all learners of the package.
+    """Checks the options of a learner, and of all learners of the package; missing ones pass.
 
     Raises:
         InputError: a value is not allowed.
     """
     for learner in dict.fromkeys((*names(), name)):
         for field, declared in options(learner).items():
-            wanted = expected(declared.allowed, flat[field])
+            wanted = expected(declared.allowed, flat[field]) if field in flat else None
             if wanted is not None:
                 raise InputError(f"config.{field}: expected {wanted}, found {flat[field]!r}")
 

@@ -4,6 +4,7 @@ import json
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import ml_collections
@@ -186,13 +187,13 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
                 raise InputError(f"config.{field}: {printable(line(error), 200)}") from error
         elif field.startswith("learner.") and isinstance(value, bool | int | float | str):
             others[field] = value  # an option of a learner outside the package
-    _check_values(config)
+    _check_values(config, others)
     return flatten(config) | others
 
 
-def _check_values(config: Config) -> None:
-    """Raises InputError if a value of a complete configuration is not allowed."""
-    flat = flatten(config)
+def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raises InputError if a value is not allowed; `others` are further options of a learner."""
+    flat = flatten(config) | others
 
     def refuse(field: str, expected: str) -> None:
         raise InputError(f"config.{field}: expected {expected}, found {flat[field]!r}")
