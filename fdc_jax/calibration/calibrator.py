@@ -81,7 +81,7 @@ class Calibrator:
     # Whether tasks need a head, and whether features by the encoder before each are of use.
     needs_heads: ClassVar[bool] = False
     reads_previous: ClassVar[bool] = False
-    # Whether features on a device stay there.
+    # True if JAX arrays are passed on as they are, False if they are fetched to the host.
     on_device: ClassVar[bool] = False
 
     def __init__(self) -> None:

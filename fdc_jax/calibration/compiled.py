@@ -1,4 +1,4 @@
-"""What calibrators share to compute with JAX: few shapes, rows in blocks, and `eigh`."""
+"""Helpers of all calibrators for JAX: few shapes, rows in blocks, and principal directions."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def energy(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
 class Blocks:
     """Features on the device, a block of rows at a time, padded with zero rows to few sizes.
 
-    Arrays of NumPy are moved, with `keep` once for all passes; memory maps are read anew in each
-    pass. Arrays of JAX stay where they are. If devices share the rows of an array, every block has
-    as many rows of each of these `shards`, and stays shared.
+    NumPy arrays are moved; with `keep` the device keeps them for further passes. Memory maps are
+    read again in each pass. JAX arrays stay where they are. If devices share the rows of an array,
+    each block has equally many rows of each of these `shards` and stays shared.
     """
 
     def __init__(self, features: Any, shards: int = 1, keep: bool = False):
         self.features, self.count, self.shards = features, len(features), shards
         size = self.count // shards
         fewest, few, many = (max(rows // shards, 1) for rows in ROWS)
-        self.rows = fewest if size <= fewest else few if size < many else many
+        self.rows = fewest if size <= fewest else few if size < 2 * many else many
         keep = keep and not isinstance(features, np.memmap | jax.Array)
         self._kept = [*self._blocks()] if keep else None
 
@@ -214,9 +214,10 @@ def principal(
 def _separated(
     vectors: Float[np.ndarray, "k k"], matrix: Float[np.ndarray, "k k"], count: int
 ) -> Float[np.ndarray, "k k"]:
-    """Returns eigenvectors of which those next to number `count` are found again, in float64.
+    """Returns eigenvectors after a second decomposition, in float64, within 32 about row `count`.
 
-    In float32 neighbours whose eigenvalues are nearly equal mix, there even with what is left out.
+    In float32 eigenvectors of nearly equal eigenvalues mix; at row `count` kept ones would mix with
+    others.
     """
     some = slice(max(count - 16, 0), count + 16)
     near = vectors[some].astype(float)

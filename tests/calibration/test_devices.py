@@ -104,12 +104,12 @@ class Names(logging.Handler):
 logger.addHandler(Names())
 logger.propagate = False
 tasks = streams.known(0, 5, width=64, pretrained_width=64, classes=(2,), samples=(287, 291, 290))
-views = streams.probe_inputs(tasks, size=360)
+views = streams.probe_inputs(tasks, size=600)
 found = calibration.FDC()
 with jax.log_compiles():
     for count, task in enumerate(tasks, 1):
         streams.fit(found, [task])
-        found.components(*views)
+        found.components(*(view[: 120 * count] for view in views))
 print(names)
 assert "measure" in " ".join(names) and "fuse" in " ".join(names)
 assert len(names) <= 12, names

@@ -140,7 +140,7 @@ def test_batches_of_nearby_sizes_share_programs():
     found = streams.fitted(streams.stream(5, 9, classes=(3,), samples=(40,)))
     adapted, pretrained = streams.probe_inputs(streams.stream(5, 9), size=64)
     kernels = fdc.measure, fdc.fuse
-    for small, large in ((33, 64), (513, 2000)):
+    for small, large in ((33, 64), (1100, 2000)):
         sizes = [kernel._cache_size() for kernel in kernels]
         for size in (small, (small + large) // 2, large):
             rows = np.arange(size) % 64
