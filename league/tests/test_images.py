@@ -16,7 +16,7 @@ from fdc_jax.data import images as pixels
 from fdc_jax.data import sources
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_json
+from fdc_jax.machine.files import read_json, write_manifest
 from league import __main__ as command
 from league import records, submissions
 from league.images import LIST, write_listed
@@ -27,6 +27,16 @@ FACTS = {
     **{"method": "guess", "calibrator": "raw", "code": "somebody/toolbox", "commit": "0123abcd"},
     **{"changes": "none", "seed": 3, "passes": 2, "processor_seconds": 1.5, "versions": {}},
 }
+
+
+def recorded(images, arrays, facts, folder):
+    """Returns the exit code of `record` for a dump and its facts, both written into a folder."""
+    np.savez(folder / "dump.npz", **arrays)
+    (folder / "facts.json").write_text(json.dumps(facts))
+    given = f"--images={images}", f"--facts={folder / 'facts.json'}"
+    return command.main(
+        ["record", str(folder / "dump.npz"), *given, f"--output={folder / 'records'}"]
+    )
 
 
 def test_predictions_of_other_code_on_the_images(images, whole, tmp_path):
@@ -44,15 +54,7 @@ def test_predictions_of_other_code_on_the_images(images, whole, tmp_path):
     guess = np.where(np.arange(60) % 3, label, (label + 5) % 10)
     scores = np.eye(2)[guess // 5]
     dump = {"label_0": label[:30], "label_1": guess, "task_scores": scores}
-    np.savez(tmp_path / "dump.npz", **dump)
-    (tmp_path / "facts.json").write_text(json.dumps(FACTS))
-    given = [
-        "record",
-        str(tmp_path / "dump.npz"),
-        f"--images={images}",
-        f"--facts={tmp_path / 'facts.json'}",
-    ]
-    assert command.main([*given, f"--output={tmp_path / 'records'}"]) == 0
+    assert recorded(images, dump, FACTS, tmp_path) == 0
     record = json.loads((tmp_path / "records" / "guess-raw-somebody_toolbox-3.json").read_text())
     assert record["accuracy"] == pytest.approx(200 / 3)
     assert record["curve"] == pytest.approx([100.0, 200 / 3])
@@ -110,15 +112,7 @@ def test_images_are_written_in_the_order_of_a_file(images, cache, tmp_path):
 def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp_path, capsys):
     arrays = {"label_0": [0] * 30, "label_1": [0] * 60} | arrays
     given = {name: each for name, each in arrays.items() if each is not None}
-    np.savez(tmp_path / "dump.npz", **given)
-    (tmp_path / "facts.json").write_text(json.dumps(facts))
-    given = [
-        "record",
-        str(tmp_path / "dump.npz"),
-        f"--images={images}",
-        f"--facts={tmp_path / 'facts.json'}",
-    ]
-    assert command.main([*given, f"--output={tmp_path / 'records'}"]) == 2
+    assert recorded(images, given, facts, tmp_path) == 2
     assert said in capsys.readouterr().err
 
 
@@ -128,17 +122,19 @@ def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp
         ({"manifest": "[]"}, "manifest.json: expected checksums; write the images again"),
         ({"manifest": '{"sha256": {}, "sha256": {}}'}, "a name occurs twice among sha256"),
         ({"protocol": "{}"}, "protocol.json: is not what was written"),
-        (
-            {"manifest": '{"sha256": {}}', "protocol": "{}"},
-            "'class_order' is a required",
-        ),
-        ({"manifest": '{"sha256": {}}', "protocol": "[]"}, "protocol.json: expected an object"),
+        ({"manifest": '{"sha256": {}}'}, "json: is not in manifest.json; write the images again"),
+        ({"protocol": "{}", "manifest": None}, "'class_order' is a required"),
+        ({"protocol": "[]", "manifest": None}, "protocol.json: expected an object"),
     ],
 )
 def test_a_damaged_folder_of_images_is_refused(images, tmp_path, files, said):
+    """A manifest of None is written anew, so that it names the damaged protocol."""
     np.savez(tmp_path / "dump.npz", label_0=[0] * 30, label_1=[0] * 60)
     for name, content in files.items():
-        (images / f"{name}.json").write_text(content)
+        if content is None:
+            write_manifest(images)
+        else:
+            (images / f"{name}.json").write_text(content)
     with pytest.raises(InputError, match=said):
         submissions.of_dump(tmp_path / "dump.npz", images, FACTS)
 
