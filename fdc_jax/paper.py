@@ -103,7 +103,7 @@ class Run(NamedTuple):
     @property
     def command(self) -> str:
         """The command that repeats the run."""
-        return shlex.join(["python", "-m", "fdc_jax", "run", *self.words])
+        return _command(self.words)
 
     @property
     def share_done(self) -> float:
@@ -198,6 +198,11 @@ _recognised = functools.cache(weights.recognise)
 
 def _words(fields: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in fields.items()]
+
+
+def _command(words: Sequence[str]) -> str:
+    """Returns the command of a run by the words of its command line."""
+    return shlex.join(["python", "-m", "fdc_jax", "run", *words])
 
 
 def _find_data(benchmark: str) -> dict[str, str]:
@@ -321,7 +326,7 @@ def attempt(
         except InputError:
             return None
         log = held.enter_context(open(folder / "log.txt", "a+b"))
-        log.write(f"+ {shlex.join(['python', '-m', 'fdc_jax', 'run', *words])}\n".encode())
+        log.write(f"+ {_command(words)}\n".encode())
         log.flush()
         path = os.pathsep.join(filter(None, (_PACKAGES, os.environ.get("PYTHONPATH"))))
         child = subprocess.Popen(
