@@ -49,12 +49,12 @@ class _SizesParser(flags.ArgumentParser):
 config_flags.register_flag_parser_for_type(object, _SizesParser())
 
 
-def _define_config(values: flags.FlagValues, sys_argv: list[str] | None = None) -> None:
+def _define_config(values: flags.FlagValues, argv: list[str] | None = None) -> None:
     """Defines the flag `--config`; `--config.FIELD` follow from its value."""
     text = "a file or the name of one of the package, and after a colon a learner, such as digits "
     text += "or configs/digits.py:inflora"
     config_flags.DEFINE_config_file(
-        "config", help_string=text, flag_values=values, lock_config=True, sys_argv=sys_argv
+        "config", help_string=text, flag_values=values, lock_config=True, sys_argv=argv
     )
     values["config"].parser = _ConfigParser()
 
@@ -86,9 +86,7 @@ def configured(words: Sequence[str]) -> Any:
 
 def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
     """Parses a command line; raises InputError."""
-    names = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"{twice[0]} is given twice")
+    errors.refuse_repeated(argv)
     try:
         rest = values(argv)
     except flags.Error as error:
@@ -125,22 +123,21 @@ def parse(argv: list[str]) -> list[str]:
 
 
 def main(stop: StopRequest, argv: list[str]) -> int:
-    """Runs the parsed command; returns 0 or a code of `errors.CODES`."""
+    """Runs the parsed command; returns 0 or the code of an error."""
     with errors.Ending(TITLE, FLAGS.traceback) as ending:
         from fdc_jax.machine import devices, processes
         from fdc_jax.run import seeds
 
         level = logging.ERROR if FLAGS.quiet else logging.WARNING
-        config, workdir = FLAGS.config, FLAGS.workdir
-        if workdir is None:
-            workdir = f"runs/{_name(config)}"
+        workdir = f"runs/{_name()}" if FLAGS.workdir is None else FLAGS.workdir
+        given = FLAGS.config, workdir, FLAGS.quiet
         devices.keep_freed_memory()
         with errors.plain_warnings(TITLE, level), processes.joined(FLAGS.distributed, ending):
             if FLAGS.dry_run:
-                print(seeds.check(config, workdir, FLAGS.quiet))
+                print(seeds.check(*given))
             else:
-                seeds.run(config, workdir, FLAGS.quiet, stop)
-                processes.on_first(show)(config, workdir, FLAGS.quiet)
+                seeds.run(*given, stop)
+                processes.on_first(show)(*given)
     return ending.code
 
 
@@ -151,17 +148,14 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
     from fdc_jax.run import configuration, seeds
 
     folders = list(seeds.folders_of(config, workdir).values())
-    lines = [f"results: {folder / 'results.json'}" for folder in folders]
-    group = runs.load(folders)[0][0]
+    group, lines = runs.load(folders)[0][0], [f"results: {it / 'results.json'}" for it in folders]
     runs.write_summary(group)
     if not quiet:
         console.show(group)
     if config.report:
         try:
-            host = configuration.of_host(config)
-            page = report.write(
-                [workdir], Path(workdir) / "report", sweep={}, host=host, quiet=True
-            )
+            host, target = configuration.of_host(config), Path(workdir) / "report"
+            page = report.write([workdir], target, sweep={}, host=host, quiet=True)
             lines.append(f"report: {page}")
         except InputError as error:  # the results stand without it
             logging.getLogger(__name__).warning("no report was written: %s", error)
@@ -169,15 +163,13 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
         print("\n".join(lines))
 
 
-def _name(config: Any) -> str:
+def _name() -> str:
     """Returns the name of a run: that of its configuration's file, or of the user's own images."""
     from fdc_jax.data import sources
 
     name = Path(config_flags.get_config_filename(FLAGS["config"]).partition(":")[0]).stem
+    config = FLAGS.config
     return sources.name_of(config.benchmark, config.data.source) if name == "own" else name
-
-
-# The text of --help -------------------------------------------------------------------------------
 
 
 def usage() -> str:
@@ -185,14 +177,9 @@ def usage() -> str:
     lines = [f"usage: {Path(sys.argv[0]).name} --config=NAME [--config.FIELD=VALUE ...]", ""]
     lines += [FLAGS.module_help(sys.modules[__name__]), "", "Fields of a configuration:", ""]
     for field, kind, default, comment in (*_fields(), *_options()):
-        text = (
-            f"{comment} ({kind}, default {default!r})"
-            if comment
-            else f"({kind}, default {default!r})"
-        )
-        lines += textwrap.wrap(
-            text, 96, initial_indent=f"  --config.{field}: ", subsequent_indent=" " * 8
-        )
+        text = f"{comment} ({kind}, default {default!r})".lstrip()
+        first = f"  --config.{field}: "
+        lines += textwrap.wrap(text, 96, initial_indent=first, subsequent_indent=" " * 8)
     return "\n".join(lines)
 
 

@@ -1,7 +1,4 @@
-"""Errors and signals, and how they end a program: with one line and an exit code.
-
-Imported before JAX, which takes seconds, so that a signal counts from the start.
-"""
+"""Errors and signals, which end a program with one line and an exit code; loads no JAX."""
 
 import argparse
 import contextlib
@@ -14,12 +11,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 _LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parent))}")
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Characters that no name may have: they move the cursor of a terminal, end a line, reverse the
 # direction of writing, or cannot be encoded.
 CONTROL = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
@@ -38,7 +34,10 @@ class Interrupted(RuntimeError):
 
 
 class StopRequest:
-    """A request to stop, to this process or one that runs with it; every loop polls it."""
+    """A request to stop, to this process or one that runs with it; every loop polls it.
+
+    Processes of one run must ask equally often.
+    """
 
     def __init__(self) -> None:
         self.signal = 0  # number of the signal that this process got
@@ -46,11 +45,11 @@ class StopRequest:
         self.agree: Callable[[int], int] = int
 
     def requested(self) -> bool:
-        """Returns True if the run shall stop; all processes of a run must ask equally often."""
+        """Returns True if the run shall stop."""
         return bool(self.agree(self.signal))
 
     def poll(self) -> None:
-        """Raises `Interrupted` when a stop was requested; asks as `requested` does."""
+        """Raises `Interrupted` if the run shall stop."""
         if number := self.agree(self.signal):
             raise Interrupted(f"stopped by {signal.Signals(number).name}")
 
@@ -62,20 +61,22 @@ def stop_on_signals() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     def handle(number, frame):
         request.signal = number
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        restore()
 
-    for number in _SIGNALS:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield request
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore()
 
 
 def line(error: BaseException) -> str:
@@ -90,28 +91,28 @@ def escaped(text: str) -> str:
     return re.sub(f"[{CONTROL}]", lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def place(error: BaseException) -> str:
-    """Returns the file and line, outside of libraries, where an exception arose, and its line."""
+def origin(error: BaseException) -> str:
+    """Returns where, outside of libraries, an exception arose, and its message, in one line."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {error.msg}"
-    said = f"{type(error).__name__}: {line(error)}"
+    text = f"{type(error).__name__}: {line(error)}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _LIBRARIES.search(frame.filename)]
-    return f"{own[-1].filename}, line {own[-1].lineno}: {said}" if own else said
+    return f"{own[-1].filename}, line {own[-1].lineno}: {text}" if own else text
 
 
-def nearest(found: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     """Returns "; did you mean X?", or "" if no known word is close."""
-    near = difflib.get_close_matches(found, list(known), 1)
+    near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def did_you_mean(what: str, found: Any, known: Iterable[str]) -> str:
-    """Returns a line with the known words, and the nearest to the one that was found."""
-    names, word = list(known), found if isinstance(found, str) else type(found).__name__
-    return f"{what}: expected one of {', '.join(names)}, found {word!r}{nearest(word, names)}"
+def did_you_mean(name: str, value: Any, known: Iterable[str]) -> str:
+    """Returns a line about an unknown value, with the known words and the nearest of them."""
+    words, word = list(known), value if isinstance(value, str) else type(value).__name__
+    return f"{name}: expected one of {', '.join(words)}, found {word!r}{nearest(word, words)}"
 
 
 def counted(number: float, noun: str) -> str:
@@ -120,21 +121,19 @@ def counted(number: float, noun: str) -> str:
     return f"{number:,.0f} {noun if round(number) == 1 else plural}"
 
 
-class _OneLine(logging.Formatter):
-    """Formats a record without control characters."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return escaped(super().format(record))
-
-
 @contextlib.contextmanager
 def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
     """Prints warnings of the package as lines on standard error, each once."""
-    said: dict[str, logging.LogRecord] = {}  # all calibrators of one head would warn of it
+    messages: set[str] = set()  # all calibrators of one head would warn of it
     handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
-    handler.setFormatter(_OneLine(f"{title}: %(levelname)s: %(message)s"))
+
+    def write(record: logging.LogRecord) -> None:
+        if (message := escaped(record.getMessage())) not in messages:
+            messages.add(message)
+            print(f"{title}: {record.levelname}: {message}", file=sys.stderr, flush=True)
+
+    handler.emit = write
     handler.setLevel(level)
-    handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
@@ -144,45 +143,35 @@ def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
         logger.propagate = before
 
 
-# Exit codes. 75 is EX_TEMPFAIL: the same command resumes.
-CODES: dict[type[BaseException], int] = {
-    InputError: 2,
-    MemoryError: 2,
-    TrainingError: 3,
-    Interrupted: 75,
-    KeyboardInterrupt: 130,
-    BrokenPipeError: 141,
-    OSError: 2,
+# Exit codes, and lines of errors without a message of their own; 75 (EX_TEMPFAIL): the same command
+# resumes. Standard output that is closed, as by `... | head`, needs no line.
+_OUTCOMES: dict[type[BaseException], tuple[int, str | None]] = {
+    InputError: (2, None),
+    MemoryError: (2, "out of memory"),
+    TrainingError: (3, None),
+    Interrupted: (75, None),
+    KeyboardInterrupt: (130, "stopped by SIGINT"),
+    BrokenPipeError: (141, ""),
+    OSError: (2, None),
 }
-# Lines of errors without a message; none if standard output is closed, as by `... | head`.
-_SAID = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT", BrokenPipeError: ""}
 
 
 def outcome(error: BaseException) -> tuple[int, str] | None:
     """Returns the exit code and the line of an error, or None for a mistake in the program."""
-    for kind, code in CODES.items():
+    for kind, (code, text) in _OUTCOMES.items():
         if isinstance(error, kind):
-            text = line(error) if isinstance(error, OSError) else str(error)
-            return code, _SAID.get(type(error), text or type(error).__name__)
+            own = line(error) if isinstance(error, OSError) else str(error)
+            return code, (own or type(error).__name__) if text is None else text
     return None
 
 
 class Ending:
-    """The end of a program: a context that turns an error of `CODES` into one line and a code.
-
-    Args:
-        title: starts the line.
-        show_traceback: print where the error arose, too.
-
-    Attributes:
-        code: the exit code.
-        silent: print no line, as another process does.
-        at_once: end the process without the clean-up of modules, which would wait for others.
-    """
+    """The end of a program: a context that turns an error of the user's into a line and a code."""
 
     def __init__(self, title: str, show_traceback: bool = False):
         self.title, self.code = title, 0
-        self.silent = self.at_once = False
+        self.silent = False  # print no line, as another process does
+        self.at_once = False  # end without the clean-up of modules, which would wait for others
         self._show_traceback = show_traceback
 
     def __enter__(self) -> Self:
@@ -213,13 +202,15 @@ class Ending:
         return True
 
 
-class Program(argparse.ArgumentParser):
-    """The command line of a program, with the flags --quiet and --traceback.
+def refuse_repeated(words: Sequence[str], but: Set[str] = frozenset()) -> None:
+    """Raises InputError if a flag, other than those of `but`, is given twice."""
+    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if repeated := [name for name in names if names.count(name) > 1 and name not in but]:
+        raise InputError(f"{repeated[0]} is given twice")
 
-    Args:
-        name: after `fdc_jax.`; starts every line of error or warning.
-        description: for --help.
-    """
+
+class Program(argparse.ArgumentParser):
+    """The command line of a program, `python -m fdc_jax NAME`."""
 
     def __init__(self, name: str, description: str):
         super().__init__(
@@ -238,18 +229,12 @@ class Program(argparse.ArgumentParser):
     def run(
         self, body: Callable[[argparse.Namespace], None], arguments: Sequence[str] | None
     ) -> int:
-        """Parses the command line (`sys.argv` when None) and runs a program.
-
-        Args:
-            body: the program, a function of its options.
-            arguments: the words of the command line.
-
-        Returns:
-            0; after an error of `CODES`, which has been printed as one line, its code.
-        """
-        arguments = sys.argv[1:] if arguments is None else list(arguments)
-        with Ending(self.title, "--traceback" in arguments) as ending:
-            options = self.parse_args(arguments)
+        """Runs `body` with the options of a command line, `sys.argv` if None; returns a code."""
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        with Ending(self.title, "--traceback" in words) as ending:
+            lists = {it.option_strings[0] for it in self._actions if isinstance(it.default, list)}
+            refuse_repeated(words, but=lists)
+            options = self.parse_args(words)
             with plain_warnings(self.title, logging.ERROR if options.quiet else logging.WARNING):
                 body(options)
         return ending.code

@@ -19,11 +19,10 @@ from typing import Any
 
 from fdc_jax import command
 from fdc_jax.data import sources
-from fdc_jax.data.task_stream import open_stream
 from fdc_jax.errors import Ending, InputError
 from fdc_jax.machine.files import read_json, user_cache
 from fdc_jax.run import configuration
-from fdc_jax.run.setup import cache_folder
+from fdc_jax.run.setup import open_images
 from league import images, page, records, settings, submissions
 
 
@@ -75,7 +74,7 @@ def _export(options: argparse.Namespace) -> None:
     _check_new(options.folder)
     config = command.configured([f"--config={settings.__file__}", *options.fields])
     configuration.validate(config)
-    images.export(options.folder, open_stream(config, cache_folder(config)))
+    images.export(options.folder, open_images(config))
 
 
 def _record(options: argparse.Namespace) -> None:

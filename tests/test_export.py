@@ -69,7 +69,7 @@ def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, le
     shutil.rmtree(workdir)
     (tmp_path / "encoder.npz").unlink()
     monkeypatch.setattr(weights, "DIGITS_WEIGHTS", tmp_path / "encoder.npz")
-    monkeypatch.setattr(task_stream, "open_stream", lambda *_, **__: pytest.fail("images are read"))
+    monkeypatch.setattr(task_stream, "build", lambda *_, **__: pytest.fail("images are read"))
     exported = fdc_jax.open_run((tmp_path / "out").rename(tmp_path / "moved"))
     small_runs.assert_equal(answers(exported, images), expected)
     np.testing.assert_array_equal(exported.predictions["fdc_label"][ROWS], expected["fdc label"])

@@ -6,13 +6,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from fdc_jax.data import benchmarks, sources
+from fdc_jax.data import benchmarks
 from fdc_jax.data.dataset import Dataset, class_checksums
 from fdc_jax.errors import InputError
 
@@ -99,35 +98,22 @@ class TaskStream:
         return self.positions[self.test.labels[self.test_indices]]
 
 
-def open_stream(config: Any, cache: Path, known: Known = NOTHING, quiet: bool = True) -> TaskStream:
-    """Returns the images of a configuration, divided into tasks.
-
-    Args:
-        config: the configuration; its benchmark has a name.
-        cache: see `sources.open_splits`.
-        known: classes and tasks of an earlier process of the run.
-        quiet: whether to hide progress.
-
-    Raises:
-        InputError: see `sources.open_splits` and `build`.
-    """
-    data = config.data
-    train, test = sources.open_splits(
-        config.benchmark,
-        cache,
-        source=data.source,
-        data_dir=data.dir,
-        test_share=data.test_share,
-        workers=data.workers,
-        quiet=quiet,
-    )
-    return build(config, train, test, known)
-
-
-def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) -> TaskStream:
+def build(
+    train: Dataset,
+    test: Dataset,
+    known: Known = NOTHING,
+    *,
+    classes_per_task: int | Sequence[int] = 0,
+    class_order: Sequence[str] = (),
+    class_order_seed: int,
+    num_tasks: int = 0,
+    train_per_class: int = 0,
+    test_per_class: int = 0,
+) -> TaskStream:
     """Returns the tasks of two splits, which are checked (`benchmarks.verify`).
 
-    Classes that are new to the run have the order of the seed among themselves.
+    Classes that are new to the run have the order of the seed among themselves. `known` has classes
+    and tasks of an earlier process of the run; other arguments are fields of the configuration.
 
     Raises:
         InputError: counts differ from the benchmark's; classes, names or task sizes do not add up;
@@ -138,23 +124,23 @@ def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) ->
     old = [class_name for class_name in known.classes if class_name in set(names)]
     # If known classes are missing, the run reports them when it compares its settings.
     earlier = known.sizes if len(old) == len(known.classes) else ()
-    sizes = benchmarks.task_sizes(name, len(names), config.classes_per_task, earlier)
-    if config.class_order:
-        order = benchmarks.named_order(names, config.class_order)
+    sizes = benchmarks.task_sizes(name, len(names), classes_per_task, earlier)
+    if class_order:
+        order = benchmarks.named_order(names, class_order)
     else:
-        drawn = benchmarks.class_order(len(names), config.class_order_seed).tolist()
+        drawn = benchmarks.class_order(len(names), class_order_seed).tolist()
         order = np.array(list(dict.fromkeys([*map(names.index, old), *drawn])))
-    if config.num_tasks > len(sizes):
+    if num_tasks > len(sizes):
         raise InputError(
             f"config.num_tasks: expected at most the {len(sizes)} tasks of {name}, found "
-            f"{config.num_tasks}"
+            f"{num_tasks}"
         )
-    tasks = np.split(order, np.cumsum(sizes)[:-1])[: config.num_tasks or None]
+    tasks = np.split(order, np.cumsum(sizes)[:-1])[: num_tasks or None]
 
     def indices_by_task(split: Dataset, per_class: int) -> list[Int[np.ndarray, " n"]]:
         return [task_indices(split.labels, classes, per_class) for classes in tasks]
 
-    test_indices = indices_by_task(test, config.data.test_per_class)
+    test_indices = indices_by_task(test, test_per_class)
     for task, indices in enumerate(test_indices):
         if not len(indices):
             raise InputError(
@@ -166,7 +152,7 @@ def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) ->
         test=test,
         order=np.concatenate(tasks),
         tasks=tasks,
-        train_indices=indices_by_task(train, config.data.train_per_class),
+        train_indices=indices_by_task(train, train_per_class),
         test_indices=np.concatenate(test_indices),
         test_tasks=np.repeat(np.arange(len(tasks)), [len(part) for part in test_indices]),
         planned=sizes,

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fdc_jax.errors import InputError, nearest, place
+from fdc_jax.errors import InputError, nearest, origin
 from fdc_jax.learners.learner import Learner, Option, Replaced, expected, option
 from fdc_jax.learners.training import LearnerSetup
 
@@ -79,7 +79,7 @@ def _import(name: str) -> type[Learner]:
                 f"learner.name: expected one of {', '.join(names())} or an importable module, "
                 f"found {name!r} ({error}){nearest(name, names())}"
             ) from error
-        raise InputError(f"learner.name: {name}: {place(error)}") from error
+        raise InputError(f"learner.name: {name}: {origin(error)}") from error
     learner = _defined_in(module)
     if learner is None:
         raise InputError(f"learner.name: module {name!r} defines no class derived from Learner")

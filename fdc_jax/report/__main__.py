@@ -21,7 +21,7 @@ def parser() -> Program:
     add("--output", default="report", help="folder to write (default report)")
     sweeps = "refit FDC of every learner on the saved features over values of a setting, the "
     sweeps += "paper's by default, or all: of all settings; repeatable; none: of no learner"
-    add("--sweep", action="append", metavar="SETTING[:VALUE,...]", help=sweeps)
+    add("--sweep", action="append", default=[], metavar="SETTING[:VALUE,...]", help=sweeps)
     lines = "numbers to line up with these runs (fdc_jax/report/reference.py); repeatable"
     add("--reference", action="append", default=[], metavar="CSV", help=lines)
     add("--data", metavar="FOLDER", help="the images of the runs, for pictures; digits need none")

@@ -8,10 +8,11 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import ml_collections
+from flax import traverse_util
 
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
-from fdc_jax.errors import InputError, did_you_mean, line, nearest, place
+from fdc_jax.errors import InputError, did_you_mean, line, nearest, origin
 from fdc_jax.machine.files import printable
 from fdc_jax.run import base, loggers
 
@@ -23,19 +24,16 @@ _PACKAGE = Path(__file__).parents[1]
 # Paths and speed of reading. They may differ between the hosts of one run, and a folder that is
 # opened says nothing about them: `paths.RunPaths.read_config` drops what is saved there.
 OF_A_HOST = frozenset(
-    {
-        *("cache_dir", "data.dir", "data.source", "encoder.weights"),
-        *("data.workers", "data.cache_gib"),
-    }
+    ("cache_dir", "data.dir", "data.source", "encoder.weights", "data.workers", "data.cache_gib")
 )
 # Results depend on these by rounding alone. Weights are compared by their checksum.
-WITHOUT_EFFECT = OF_A_HOST | {
-    *("encoder.attention", "checkpoint.every_steps", "checkpoint.keep", "report"),
-}
+WITHOUT_EFFECT = OF_A_HOST.union(
+    ("encoder.attention", "checkpoint.every_steps", "checkpoint.keep", "report")
+)
 # Fields that may differ between runs whose accuracies are compared.
-NOT_COMPARED = WITHOUT_EFFECT | {
-    *("seed", "save_features", "evaluation.batch_size", "evaluation.every"),
-}
+NOT_COMPARED = WITHOUT_EFFECT.union(
+    ("seed", "save_features", "evaluation.batch_size", "evaluation.every")
+)
 
 # Allowed values, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
@@ -66,9 +64,6 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
 TASKS = frozenset({"class_order", "classes_per_task", "num_tasks"})
 
 
-# Reading ------------------------------------------------------------------------------------------
-
-
 def named() -> dict[str, Path]:
     """Returns the files of configurations that come with the package, by name."""
     # In a clone they stand beside the package, elsewhere within it.
@@ -91,16 +86,14 @@ def load(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
     path, known = Path(file), named()
     if not path.is_file():
         if path.stem not in known or str(path) not in (path.stem, f"configs/{path.stem}.py"):
-            raise InputError(
-                f"expected a file, or one of {', '.join(known)}; found {file}"
-                + nearest(path.stem, known)
-            )
+            text = f"expected a file, or one of {', '.join(known)}; found {file}"
+            raise InputError(text + nearest(path.stem, known))
         path = known[path.stem]
     try:
         config: Any = runpy.run_path(str(path))["get_config"](*word)
         config.lock()  # fails if it is no ConfigDict
     except (Exception, SystemExit) as error:  # whatever a file raises
-        raise InputError(f"{path}: {place(error)}") from error
+        raise InputError(f"{path}: {origin(error)}") from error
     for field, value in (overrides or {}).items():
         try:
             config.update_from_flattened_dict({field: value})
@@ -109,29 +102,9 @@ def load(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
     return config
 
 
-def _complete(config: Config) -> None:
-    """Gives a configuration the options of its learner, if that lies outside the package."""
-    name = config.learner.name
-    learners.find(name)
-    known = learners.defaults(config.benchmark, name)
-    with config.unlocked():
-        for section, options in known.items():
-            if section not in config.learner:
-                config.learner[section] = ml_collections.ConfigDict(options)
-
-
 def flatten(config: Config) -> dict[str, Any]:
     """Returns `{"train.epochs": 20, ...}` with tuples as lists, as JSON would give them back."""
-    flat: dict[str, Any] = {}
-
-    def visit(prefix: str, tree: dict[str, Any]) -> None:
-        for name, value in tree.items():
-            if isinstance(value, dict):
-                visit(f"{prefix}{name}.", value)
-            else:
-                flat[f"{prefix}{name}"] = value
-
-    visit("", json.loads(config.to_json()))
+    flat: Any = traverse_util.flatten_dict(json.loads(config.to_json()), sep=".")
     return dict(sorted(flat.items()))
 
 
@@ -148,9 +121,6 @@ def calibrators(config: Config) -> tuple[str, ...]:
     return others if any(method and method.has_components for method in known) else ("raw", *others)
 
 
-# Checks -------------------------------------------------------------------------------------------
-
-
 def validate(config: Config) -> None:
     """Checks every value that can be checked without data or weights.
 
@@ -160,7 +130,11 @@ def validate(config: Config) -> None:
         InputError: names the field, what was expected and what was found.
     """
     config.benchmark = sources.name_of(config.benchmark, config.data.source)
-    _complete(config)
+    learners.find(config.learner.name)
+    with config.unlocked():
+        for section, options in learners.defaults(config.benchmark, config.learner.name).items():
+            if section not in config.learner:
+                config.learner[section] = ml_collections.ConfigDict(options)
     _read_class_order(config)
     _check_values(config)
 
@@ -206,32 +180,29 @@ def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({
         refuse("class_order_seed", "-1 beside config.class_order")
 
     seeds = flat["seed"]
-    whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
-    if not whole or not seeds or not 0 <= min(seeds) <= max(seeds) < 2**32:
-        refuse("seed", "one or more whole numbers from 0 to 4294967295, such as 1,2,3")
-    if len(set(seeds)) != len(seeds):
-        refuse("seed", "different numbers")
+    whole = isinstance(seeds, list) and all(type(n) is int and 0 <= n < 2**32 for n in seeds)
+    if not whole or not seeds or len({*seeds}) < len(seeds):
+        refuse("seed", "different whole numbers from 0 to 4294967295, such as 1,2,3")
+    scale = flat["data.crop_scale"]
+    numbers = isinstance(scale, list) and all(type(share) in (int, float) for share in scale)
+    if not numbers or len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+        refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
     for field, allowed in _ALLOWED.items():
-        wanted = learners.expected(allowed, flat[field])
-        if wanted is not None:
+        if (wanted := learners.expected(allowed, flat[field])) is not None:
             refuse(field, wanted)
     learners.check_options(config.learner.name, flat)
-    for name in calibrators(config):
-        if name not in calibration.METHODS:
-            raise InputError(did_you_mean("config.calibrators", name, calibration.METHODS))
-    for name in config.log.split(",") if config.log else ():
-        if name not in loggers.KINDS:
-            raise InputError(did_you_mean("config.log", name, loggers.KINDS))
+    logs = config.log.split(",") if config.log else ()
+    for field, names, known in (
+        ("calibrators", calibrators(config), calibration.METHODS),
+        ("log", logs, loggers.KINDS),
+    ):
+        for name in names:
+            if name not in known:
+                raise InputError(did_you_mean(f"config.{field}", name, known))
     try:
         calibration.Settings(**config.fdc.to_dict())
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
-    scale = flat["data.crop_scale"]
-    pair = (
-        isinstance(scale, list) and [type(share) in (int, float) for share in scale] == [True] * 2
-    )
-    if not pair or not 0 < scale[0] <= scale[1] <= 1:
-        refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
 
 
 def _read_class_order(config: Config) -> None:
@@ -240,18 +211,19 @@ def _read_class_order(config: Config) -> None:
     if len(names) == 1:
         file = Path(names[0]).expanduser()
         listed = "," in names[0] and not file.exists()
-        lines = names[0].split(",") if listed else file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = names[0].split(",") if listed else file.read_text("utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"config.class_order: {file}: expected UTF-8, found {error}"
+            ) from error
         names = tuple(filter(None, map(str.strip, lines)))
     if names:
         config.class_order = names
 
 
 def differences(saved: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Returns (field, saved value, new value) where a result would be another one.
-
-    Fields of an earlier version that are gone, and options of learners that are, do not count;
-    checksums of weights and images, by name, do.
-    """
+    """Returns (field, saved value, new value) where results would differ; `new` has the fields."""
     return [
         (field, saved.get(field), value)
         for field, value in sorted(new.items())

@@ -19,7 +19,7 @@ from fdc_jax import calibration, learners
 from fdc_jax.calibration import Calibrator
 from fdc_jax.data import sources
 from fdc_jax.data.batches import Batch, evaluation_images
-from fdc_jax.data.task_stream import TaskStream, open_stream
+from fdc_jax.data.task_stream import TaskStream
 from fdc_jax.errors import InputError
 from fdc_jax.learners import Replaced
 from fdc_jax.machine import devices
@@ -125,7 +125,7 @@ class Run(RunPaths):
                 f"{self.folder}: expected images of {config.benchmark}; name their folder: "
                 "--data=FOLDER, or open_run(data_dir=...)"
             )
-        return open_stream(config, setups.cache_folder(config), self._known)
+        return setups.open_images(config, self._known)
 
     def _configuration(self) -> Config:
         """Returns the configuration with its sections; refuses a learner that nobody named."""

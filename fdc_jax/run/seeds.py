@@ -16,7 +16,7 @@ from fdc_jax.errors import (
     TrainingError,
     counted,
     line,
-    place,
+    origin,
     stop_on_signals,
 )
 from fdc_jax.machine import devices, processes
@@ -162,7 +162,7 @@ def _explained(config: Config) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if file is None or all(frame.filename != file for frame in frames):
             raise
-        raise InputError(f"learner.name: {config.learner.name}: {place(error)}") from error
+        raise InputError(f"learner.name: {config.learner.name}: {origin(error)}") from error
 
 
 def _common(setup: Setup) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from fdc_jax import calibration, learners
-from fdc_jax.data import task_stream
+from fdc_jax.data import sources, task_stream
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor, FeatureCache
@@ -68,7 +68,7 @@ def build(
         InputError: configuration, data or weights are not as expected.
     """
     _check_rank(config, recognise(config))
-    tasks = task_stream.open_stream(config, cache_folder(config), known, quiet)
+    tasks = open_images(config, known, quiet)
     _check_neighbours(config, tasks)
     if not config.train.epochs:
         config.train.epochs = epochs_for(len(tasks.train_indices[0]))
@@ -92,6 +92,25 @@ def build(
         pretrained_features=_pretrained_features(encoders, tasks),
         test_images=ByteCache(int(config.data.cache_gib * 2**30)),
     )
+
+
+def open_images(
+    config: Config, known: task_stream.Known = task_stream.NOTHING, quiet: bool = True
+) -> task_stream.TaskStream:
+    """Returns the images of a configuration, divided into tasks; raises InputError."""
+    data = config.data
+    splits = sources.open_splits(
+        config.benchmark,
+        cache_folder(config),
+        source=data.source,
+        data_dir=data.dir,
+        test_share=data.test_share,
+        workers=data.workers,
+        quiet=quiet,
+    )
+    fields = ("classes_per_task", "class_order", "class_order_seed", "num_tasks")
+    limits = {name: data[name] for name in ("train_per_class", "test_per_class")}
+    return task_stream.build(*splits, known, **{name: config[name] for name in fields}, **limits)
 
 
 def epochs_for(num_images: int) -> int:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from configs import omnibench
-from fdc_jax.data import benchmarks, sources, task_stream
+from fdc_jax.data import benchmarks, sources
 from fdc_jax.errors import InputError
+from fdc_jax.run import setup as setups
 
 # As strings "10" and "100" come before "4"; one class has a single training image.
 TRAIN = {"10": 3, "100": 1, "4": 2, "44": 2}
@@ -51,8 +52,9 @@ def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, 
     if pack is not None:
         pack(pilot, tmp_path / name)
     config = omnibench.get_config()
+    config.cache_dir = str(tmp_path / "cache")
     config.data.source = str(tmp_path / name)
-    stream = task_stream.open_stream(config, tmp_path / "cache")
+    stream = setups.open_images(config)
     assert (stream.train.name, stream.train.partition) == ("omnibench", "pilot")
     assert not stream.train.upright and stream.train.class_names == tuple(ORDERED)
     assert stream.order.tolist() == np.random.RandomState(1993).permutation(4).tolist()
@@ -64,10 +66,10 @@ def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, 
     shutil.move(pilot / "train/10/0.JPEG", pilot / "test/10/9.JPEG")
     config.data.source = str(pilot)
     with pytest.raises(InputError, match=r"omnibench: expected 8 training images, found 7"):
-        task_stream.open_stream(config, tmp_path / "cache")
+        setups.open_images(config)
     config.benchmark = "another"
     config.classes_per_task = 2
-    assert task_stream.open_stream(config, tmp_path / "cache").train.upright
+    assert setups.open_images(config).train.upright
 
 
 def test_data_go_by_the_name_of_their_folder_or_archive(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 from fdc_jax.data import benchmarks, task_stream
 from fdc_jax.data.dataset import class_checksums
 from fdc_jax.errors import InputError
-from fdc_jax.run import base
 
 
 @pytest.mark.parametrize("per_class", range(4))
@@ -23,17 +22,15 @@ def test_task_indices_are_the_first_of_class_after_class(size, per_class):
 
 
 def build(train, test, seed, known=task_stream.NOTHING, **fields):
-    """A stream of a configuration with some of its fields."""
-    config = base.get_config("")
-    config.update({"class_order_seed": seed, **fields})
-    return task_stream.build(config, train, test, known)
+    """A stream by a seed of the class order and other fields of a configuration."""
+    return task_stream.build(train, test, known, class_order_seed=seed, **fields)
 
 
 def test_a_stream_numbers_classes_as_they_arrive(plain_source):
     stream = build(
         *(plain_source(23), plain_source(11), 4),
         classes_per_task=2,
-        data={"train_per_class": 3},
+        train_per_class=3,
     )
     order = benchmarks.class_order(5, 4)
     assert stream.class_names == [str(label) for label in order]
