@@ -492,6 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("usage: fdc paper [--data=FOLDER] [--config.FIELD=VALUE ...]")
             print(FLAGS.get_help())
             return 0
+        errors.refuse_repeated(words)
         fields = [word for word in words if word.startswith("--config.")]
         rest = ["--ray=" if word == "--ray" else word for word in words if word not in fields]
         if bare := [word for word in fields if "=" not in word]:
