@@ -2,15 +2,14 @@
 
 A head is what a learner leaves behind for one task. FDC keeps every head as it is and, with TSF,
 feeds it a filtered feature (paper, "Test-Time Calibration"). All are affine in h or in h/|h|:
-`head.affine` is that one form. `Float[Any, ...]` is an array of NumPy or JAX, and what is computed
-of it is of the same.
+`head.affine` is that one form. Arrays may be of NumPy or JAX, and so are the results.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import numpy as np
+import jax
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -19,23 +18,17 @@ if TYPE_CHECKING:
 NORM_FLOOR = 1e-12
 
 
-def namespace(*arrays: Any) -> Any:
-    """Returns the module to compute with: NumPy if all arrays are its own, else `jax.numpy`."""
-    other = next((each for each in arrays if not isinstance(each, np.ndarray | np.generic)), None)
-    return np if other is None else other.__array_namespace__()
-
-
 def unit(vectors: Float[Any, "... d"]) -> Float[Any, "... d"]:
     """Divides vectors by their Euclidean norm, floored at 1e-12."""
-    xp = namespace(vectors)
-    norm = xp.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / xp.maximum(norm, NORM_FLOOR)
+    library = vectors.__array_namespace__()
+    norm = library.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / library.maximum(norm, NORM_FLOOR)
 
 
 def products(left: Float[Any, "n d"], rows: Float[Any, "c d"]) -> Float[Any, "n c"]:
     """Returns all inner products of two sets of rows; JAX computes them in full float32."""
-    xp = namespace(left, rows)
-    return left @ rows.T if xp is np else xp.matmul(left, rows.T, precision="highest")
+    with jax.default_matmul_precision("highest"):
+        return left @ rows.T
 
 
 class Affine(NamedTuple):
@@ -59,11 +52,7 @@ class LinearHead(NamedTuple):
     weight: Float[Any, "c d"]
     bias: Float[Any, " c"] | float = 0.0
 
-    @property
-    def affine(self) -> Affine:
-        """W h + b."""
-        return Affine(self.weight, self.bias, False)
-
+    affine = property(lambda head: Affine(head.weight, head.bias, False))
     logits = _affine_logits
 
 
@@ -73,11 +62,7 @@ class NormalisedLinearHead(NamedTuple):
     weight: Float[Any, "c d"]
     bias: Float[Any, " c"] | float = 0.0
 
-    @property
-    def affine(self) -> Affine:
-        """W h/|h| + b."""
-        return Affine(self.weight, self.bias, True)
-
+    affine = property(lambda head: Affine(head.weight, head.bias, True))
     logits = _affine_logits
 
 
@@ -87,11 +72,7 @@ class CosineHead(NamedTuple):
     weight: Float[Any, "c d"]
     scale: float | Float[Any, ""] = 1.0
 
-    @property
-    def affine(self) -> Affine:
-        """The scaled unit rows times h/|h|."""
-        return Affine(self.scale * unit(self.weight), 0.0, True)
-
+    affine = property(lambda head: Affine(head.scale * unit(head.weight), 0.0, True))
     logits = _affine_logits
 
 
@@ -100,11 +81,7 @@ class NearestMeanHead(NamedTuple):
 
     means: Float[Any, "c d"]
 
-    @property
-    def affine(self) -> Affine:
-        """Twice the unit means times h/|h|, minus 2."""
-        return Affine(2.0 * unit(self.means), -2.0, True)
-
+    affine = property(lambda head: Affine(2.0 * unit(head.means), -2.0, True))
     logits = _affine_logits
 
 

@@ -68,12 +68,12 @@ class Calibrator:
     with `fit_task` and `finalize` again. Calibrators can be copied, pickled and saved between any
     two calls, and go on as if they had not been.
 
-    What begins with an underscore is derived from the rest and kept nowhere.
+    Cached properties have names with a leading underscore, and are derived again when needed.
 
     Attributes:
         classes: labels of each task's head rows, in row order.
         counts: training samples of each of these classes.
-        heads: the heads to predict with, None where none was given.
+        heads: the heads to predict with, None if none was given.
         widths: feature width of each view that was given, adapted first; empty before any task.
     """
 
@@ -81,8 +81,6 @@ class Calibrator:
     # Whether tasks need a head, and whether features by the encoder before each are of use.
     needs_heads: ClassVar[bool] = False
     reads_previous: ClassVar[bool] = False
-    # True if JAX arrays are passed on as they are, False if they are fetched to the host.
-    on_device: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.classes: list[Int[np.ndarray, " c"]] = []
@@ -165,10 +163,10 @@ class Calibrator:
         if len(heads) != self.num_tasks:
             raise InputError(f"heads: expected one per task, {self.num_tasks}, found {len(heads)}")
         checked = [self._head(head, t, self.widths[0], heads[0]) for t, head in enumerate(heads)]
-        for task, (head, rows) in enumerate(zip(checked, self.classes, strict=True)):
-            if head is not None and (found := len(head.affine.rows)) != len(rows):
+        for task, (head, classes) in enumerate(zip(checked, self.classes, strict=True)):
+            if head is not None and (rows := len(head.affine.rows)) != len(classes):
                 raise InputError(
-                    f"head of task {task}: expected {len(rows)} classes, found {found}"
+                    f"head of task {task}: expected {len(classes)} classes, found {rows}"
                 )
         self.heads = checked
         self._forget()
@@ -180,7 +178,7 @@ class Calibrator:
 
     @property
     def note(self) -> str:
-        """One line that a user should know of the result; empty where there is nothing to say."""
+        """One line that a user should know of the result, or ""."""
         return ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -192,16 +190,17 @@ class Calibrator:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._forget()
 
     def _forget(self) -> None:
-        """Drops what was derived from statistics and heads."""
+        """Drops the values of cached properties."""
+        for name in [name for name in vars(self) if name.startswith("_")]:
+            delattr(self, name)
 
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
-        """Returns a head with float32 arrays, checked; None where none is given nor needed."""
+        """Returns a head with float32 arrays, checked; None if none is given nor needed."""
         if head is None and not self.needs_heads:
             return None
-        known = [each for each in (first, *self.heads) if each is not None]
+        known = [other for other in (first, *self.heads, head) if other is not None]
         return inputs.checked_head(head, f"head of task {task}", width, (known or [head])[0])
 
     def _task(
@@ -209,9 +208,7 @@ class Calibrator:
     ) -> inputs.TaskInput:
         """Returns the input of `fit_task`, checked."""
         task = self.num_tasks
-        views, labels = inputs.task_views(
-            adapted, labels, pretrained, task, self.widths, self.on_device
-        )
+        views, labels = inputs.task_views(adapted, labels, pretrained, task, self.widths)
         head = self._head(head, task, views[0].shape[1])
         rows = None if head is None else len(head.affine.rows)
         named = inputs.task_classes(labels, task, rows, classes, self.classes)
@@ -220,7 +217,7 @@ class Calibrator:
     def _append(
         self, given: inputs.TaskInput, guessed: Int[np.ndarray, " n"] | None = None
     ) -> None:
-        """Takes a task whose statistics were collected, and the rows that its head guesses."""
+        """Adds a task with its statistics; `guessed` are the rows that its head predicts."""
         self.classes = [*self.classes, given.classes]
         self.counts = [*self.counts, given.counts]
         self.heads = [*self.heads, given.head]
@@ -231,11 +228,10 @@ class Calibrator:
 
 
 def warn_of_weak_head(given: inputs.TaskInput, guessed: Int[np.ndarray, " n"] | None) -> None:
-    """Warns where a head knows next to nothing: its rows or the samples stand in another order.
+    """Warns if a head knows next to nothing: its rows or the samples stand in another order.
 
-    That is said of a task of c classes below an accuracy of 3 / c, three times chance; with fewer
-    than five classes below (1 + 1 / c) / 2, half way from chance to certainty, which then is less.
-    A task of one class tells nothing.
+    A head of c classes knows next to nothing below an accuracy of 3 / c, three times chance; with
+    fewer than five classes below (1 + 1 / c) / 2, half way from chance to certainty.
     """
     count, rows = len(given.classes), given.rows
     if count == 1:

@@ -14,7 +14,7 @@ moments, sums over tasks and the median are float64 on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -132,8 +132,8 @@ def measure(features: Float[Array, "n d"], tasks: Tasks, gamma: float, neighbour
             kept = kept / jnp.maximum(filtered_lengths(lengths, inside, gamma), NORM_FLOOR)[:, None]
         return Measured(ratio, distance, raw + bias, kept + bias)
 
-    found = jax.lax.map(one_task, tasks, batch_size=min(TOGETHER, len(tasks.mean)))  # by `vmap`
-    return jax.tree.map(lambda each: jnp.moveaxis(each, 0, 1), found)
+    by_task = jax.lax.map(one_task, tasks, batch_size=min(TOGETHER, len(tasks.mean)))  # by `vmap`
+    return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1), by_task)
 
 
 def residual_ratio(near: Any, basis: Any) -> tuple[Float[Array, " n"], Float[Array, "n r"]]:
@@ -156,8 +156,8 @@ def cosine_distance(near: Any, lengths: Any, task: Tasks, k: int) -> Float[Array
     both = jnp.maximum(lengths + task.length, NORM_FLOOR)
     along = products(near, task.prototypes)
     shared = (energy(near) + along[:, -1] * (task.length - lengths)) / both
-    found = shared[:, None] - along[:, :-1] + task.offset
-    nearest = found.min(axis=-1) if k == 1 else jnp.sort(found, axis=-1)[:, :k].mean(axis=-1)
+    scaled = shared[:, None] - along[:, :-1] + task.offset  # |g| (1 - cos(g, p)) of each class
+    nearest = scaled.min(axis=-1) if k == 1 else jnp.sort(scaled, axis=-1)[:, :k].mean(axis=-1)
     return jnp.where(lengths > NORM_FLOOR, nearest / jnp.maximum(lengths, NORM_FLOOR), 1.0)
 
 
@@ -180,7 +180,7 @@ def _folded(rows: Any, basis: Any, gamma: float) -> Float[Array, "t 2c d"]:
 def side_by_side(
     tasks: Sequence[Task], view: int, counts: Sequence[Any], heads: Any, gamma: float, alone: bool
 ) -> Tasks:
-    """Returns what `measure` and `fuse` read of tasks; `counts` are samples of each class."""
+    """Returns the statistics of tasks for `measure` and `fuse`; `counts` are samples per class."""
     views, count = [task.views[view] for task in tasks], 1 if alone else padded_size(len(tasks), 8)
     rank = padded_size(max(len(view.basis) for view in views), 16)
     most, put = max(map(len, counts)), partial(compiled.placed, count)
@@ -283,8 +283,8 @@ class Terms(NamedTuple):
         of = self.settings
         weights = adapted_view * of.adapted_view_weight, pretrained_view * of.pretrained_view_weight
         on = weights[: len(self.tasks)], tsf, rlc * of.rlc_weight, pac * of.pac_weight, nearest
-        found = [fuse(block, self.tasks, self.ratios, *on) for block in self.measured]
-        scores, rows = self.blocks.gather(found)
+        fused = [fuse(block, self.tasks, self.ratios, *on) for block in self.measured]
+        scores, rows = self.blocks.gather(fused)
         return Scores(scores[:, : len(self.classes)], rows[:, : len(self.classes)], self.classes)
 
     def column(self, name: str, view: int = 0) -> Float[np.ndarray, "n tasks ..."]:
@@ -312,7 +312,7 @@ class FDC(Calibrator):
     """
 
     name = "fdc"
-    needs_heads = on_device = True
+    needs_heads = True
 
     def __init__(self, **settings: Any):
         super().__init__()
@@ -321,7 +321,6 @@ class FDC(Calibrator):
         # F^v: of each view u_j of the second task and later ones; None once released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
         self.references: list[Foreign] = []  # of each view; none before `finalize`
-        self._forget()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
         """See `Calibrator.fit_task` (lines 5 to 11)."""
@@ -329,10 +328,10 @@ class FDC(Calibrator):
             raise InputError("the foreign residuals were released: no further task can be fitted")
         given = self._task(adapted, labels, head, pretrained, classes)
         self.settings.check_neighbours(given.task, given.counts)
-        rows, blocks = given.rows, compiled.blocks_of(given.views, keep=True)
-        found = [means(view, rows, len(given.classes)) for view in blocks]  # Line 6.
-        bases = pca(blocks, rows, [m for m, _ in found], self.settings.retained_energy)
-        views = [View(m, basis, p) for (m, p), basis in zip(found, bases, strict=True)]
+        rows, blocks = given.rows, compiled.blocks_of(given.views)
+        own_means = [means(view, rows, len(given.classes)) for view in blocks]  # Line 6.
+        bases = pca(blocks, rows, [m for m, _ in own_means], self.settings.retained_energy)
+        views = [View(m, basis, p) for (m, p), basis in zip(own_means, bases, strict=True)]
         alone = self._side_by_side([Task(views)], [given.counts], [given.head], alone=True)
         own = blocks[0].gather(self._terms(blocks, alone).measured)
         for index, (view, measured) in enumerate(zip(views, own, strict=True)):
@@ -359,14 +358,16 @@ class FDC(Calibrator):
         self.foreign = None if release else self.foreign
 
     def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
-        """Returns what scores are made of (line 16); see `score`."""
+        """Returns the measurements that scores are made of (line 16); see `score`."""
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
         needed = self.settings.pretrained_view_weight > 0.0
-        given = inputs.score_views(adapted, pretrained, self.widths, needed, device=True)
-        if self._tasks is None:
-            self._tasks = self._side_by_side(self.tasks, self.counts, self.heads)
+        given = inputs.score_views(adapted, pretrained, self.widths, needed)
         return self._terms(compiled.blocks_of(given), self._tasks[: len(given)])
+
+    @cached_property
+    def _tasks(self) -> list[Tasks]:
+        return self._side_by_side(self.tasks, self.counts, self.heads)
 
     def _terms(self, blocks: Sequence[Blocks], tasks: list[Tasks]) -> Terms:
         how = self.settings.attenuation, self.settings.neighbours
@@ -415,6 +416,3 @@ class FDC(Calibrator):
             if weight:  # Four moments of each task; mu_F, V_F and tau.
                 numbers += rows * width + 4 * count + 3 * (count > 1)
         return 4 * numbers
-
-    def _forget(self) -> None:
-        self._tasks: list[Tasks] | None = None

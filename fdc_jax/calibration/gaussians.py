@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -31,7 +32,7 @@ import scipy.linalg
 
 from fdc_jax.calibration import confidence, drift, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
-from fdc_jax.calibration.compiled import in_blocks, padded_size
+from fdc_jax.calibration.compiled import in_blocks, padded, padded_size
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
 
@@ -150,16 +151,9 @@ def metric(
     along = factors @ means[:, :, None]
     rows = means @ precision - (along * factors).sum(axis=1)
     constants = np.where(present, (rows * means).sum(axis=1) / 2 - raised, np.inf)
-
-    def padded(columns: np.ndarray, fill: float = 0.0) -> np.ndarray:
-        """Returns an array of classes padded to one of few sizes."""
-        padding = [(0, size - len(columns)), *[(0, 0)] * (columns.ndim - 1)]
-        return inputs.float32(np.pad(columns, padding, constant_values=fill))
-
-    precision, middle, whole = map(inputs.float32, (precision, middle, whole))
-    by_row = [*padded(factors).swapaxes(0, 1)]
-    columns = padded(rows), padded(constants, np.inf), by_row
-    return Metric(origin, precision, middle, whole, *columns)
+    by_class = padded(rows, size), padded(constants, size, np.inf)
+    arrays = map(inputs.float32, (origin, precision, middle, whole, *by_class))
+    return Metric(*arrays, [*inputs.float32(padded(factors, size).swapaxes(0, 1))])
 
 
 def shared_precision(
@@ -214,11 +208,12 @@ class Gaussians(Calibrator):
         self.compensated: bool | None = None
         self.staleness = np.zeros(0)
         self.confidence = confidence.Confidence()
-        self._forget()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
         """See `Calibrator.fit_task`."""
         given = self._task(adapted, labels, head, pretrained, classes)
+        # Only memory maps stay unread.
+        given = given._replace(views=[inputs.host_array(view, "") for view in given.views])
         fitted, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         if given.task:
             fitted._compensate(given, previous)
@@ -234,7 +229,8 @@ class Gaussians(Calibrator):
             evidence = without._evidence(lambda kernel: kernel(metrics, *views))
             fitted.confidence = self.confidence.with_task(first + given.rows[some], *evidence)
         fitted._add(given, every)
-        vars(self).update(vars(fitted))
+        self._forget()
+        vars(self).update(fitted.__getstate__())
 
     def _compensate(self, given: inputs.TaskInput, previous: Any) -> None:
         """Moves the adapted view of all earlier classes by the map of a new task."""
@@ -247,7 +243,7 @@ class Gaussians(Calibrator):
         self.compensated = previous is not None
         if previous is None:
             return
-        before = inputs.feature_array(previous, name, self.widths[0])
+        before = inputs.host_array(inputs.feature_array(previous, name, self.widths[0]), name)
         inputs.same_length(before, given.views[0], name)
         by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         counts = np.concatenate(self.counts)
@@ -304,26 +300,28 @@ class Gaussians(Calibrator):
     def storage_bytes(self) -> int:
         """See `Calibrator.storage_bytes`; half of a symmetric scatter counts."""
         numbers = sum(map(len, self.classes))  # images of each class
-        numbers += len(self.staleness) + sum(each.size for each in self.confidence)
+        numbers += len(self.staleness) + sum(part.size for part in self.confidence)
         for known in self.views:
             width = len(known.scatter)
             numbers += known.means.size + known.factors.size + width * (width + 1) // 2
         return 4 * numbers
 
     def _by_view(self, kernel: Any, adapted: Any, pretrained: Any) -> dict[str, Any]:
-        """Returns what a kernel computes of a batch, by view."""
+        """Returns the results of a kernel for a batch, by view."""
         if not self.views:
             raise InputError("call fit_task for every task first")
         views = inputs.score_views(adapted, pretrained, self.widths, True)
-        if self._metrics is None:
-            self._metrics = jax.device_put(self._metrics_by_view(np.float64))
         return in_blocks(kernel, self._metrics, *views)
+
+    @cached_property
+    def _metrics(self) -> list[Metric]:
+        return jax.device_put(self._metrics_by_view(np.float64))
 
     def _metrics_by_view(self, kind: type) -> list[Metric]:
         """Returns the metric of each view, computed in floats of a kind."""
         raised = np.log1p(np.repeat(self.staleness, [*map(len, self.classes)]) / 4)
-        pairs, counts = zip(self.views, (raised, 0.0), strict=False), np.concatenate(self.counts)
-        return [metric(known, counts, each, kind) for known, each in pairs]
+        counts, by_view = np.concatenate(self.counts), zip(self.views, (raised, 0.0), strict=False)
+        return [metric(known, counts, by, kind) for known, by in by_view]
 
     def _weights(self) -> dict[str, np.float32]:
         """Returns the weight of each view."""
@@ -341,6 +339,3 @@ class Gaussians(Calibrator):
         """Returns `confidence.evidence` of a batch, to whose features `compute` applies kernels."""
         scores, shared = self._fuse(compute(class_scores)), compute(confidence.shared_terms)
         return confidence.evidence(scores, shared, self._weights(), sum(self.widths))
-
-    def _forget(self) -> None:
-        self._metrics: list[Metric] | None = None

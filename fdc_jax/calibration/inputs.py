@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from fdc_jax.calibration.compiled import first_not_finite
+from fdc_jax.calibration.compiled import energy, in_blocks
 from fdc_jax.errors import InputError
 from fdc_jax.heads import KINDS
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 # Rows that are read and computed with at once.
 BLOCK_ROWS = 1024
@@ -34,51 +35,48 @@ def host_array(value: Any, name: str) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     reason: Exception | str = f"found {type(value).__name__}"
-    if isinstance(value, list | tuple) or hasattr(value, "__array__"):
-        try:
-            return np.asarray(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            reason = error
-    if hasattr(value, "__dlpack__"):
-        try:
-            # Unlike NumPy's, JAX's reader knows bfloat16.
-            import jax.numpy as jnp
-
-            return np.asarray(jnp.from_dlpack(value))
-        except (ImportError, TypeError, ValueError, RuntimeError, BufferError) as error:
-            reason = error
+    # Unlike NumPy's reader of `__dlpack__`, JAX's knows bfloat16.
+    readers = {"__array__": np.asarray, "__dlpack__": lambda it: np.asarray(jnp.from_dlpack(it))}
+    for protocol, read in readers.items():
+        if hasattr(value, protocol) or (read is np.asarray and isinstance(value, list | tuple)):
+            try:
+                return read(value)
+            except (TypeError, ValueError, RuntimeError, BufferError) as error:
+                reason = error
     raise InputError(f"{name}: cannot be read as an array: {reason}")
 
 
-def feature_array(value: Any, name: str, width: int | None = None, device: bool = False) -> Any:
-    """Returns features [n, width] of their own number type, on the host or, if `device`, where
-    JAX has them.
-
-    This is the one place where every value is looked at, block by block.
+def feature_array(value: Any, name: str, width: int | None = None) -> Any:
+    """Returns checked features [n, width] of their own number type; JAX arrays stay in place.
 
     Raises:
         InputError: not two-dimensional, no columns, not real numbers, another width, or a row that
             is not finite in float32.
     """
-    stays = device and isinstance(value, jax.Array) and value.is_fully_addressable
+    stays = isinstance(value, jax.Array) and value.is_fully_addressable
     array: Any = value if stays else host_array(value, name)
     if array.ndim != 2 or array.shape[1] == 0:
         raise InputError(f"{name}: expected shape [samples, width], found {list(array.shape)}")
     check_real(array, name)
     if width is not None and array.shape[1] != width:
         raise InputError(f"{name}: expected width {width}, found {array.shape[1]}")
-    if (row := first_not_finite(array) if stays else _first_not_finite(array)) is not None:
+    if not (finite := _finite(array)).all():
+        row = int(np.argmin(finite))
         raise InputError(f"{name}: row {row} is not finite, or too large for float32")
     return array
 
 
-def _first_not_finite(array: np.ndarray) -> int | None:
-    for place, block in blocks(array):
-        with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.isfinite(np.einsum("nd,nd->n", block, block))
-        if not finite.all():
-            return place.start + int(np.argmin(finite))
-    return None
+def _finite(array: Any) -> Bool[np.ndarray, " n"]:
+    """Returns whether the squared length of each row is finite in float32."""
+    if isinstance(array, jax.Array):
+        return in_blocks(_finite_on_device, None, array)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = [np.einsum("nd,nd->n", block, block) for _, block in blocks(array)]
+    return np.isfinite(np.concatenate([np.zeros(0, np.float32), *squares]))
+
+
+def _finite_on_device(_: None, block: Float[jax.Array, "n d"]) -> Bool[jax.Array, " n"]:
+    return jnp.isfinite(energy(block))
 
 
 def check_real(array: np.ndarray, name: str) -> None:
@@ -95,10 +93,10 @@ def float32(array: np.ndarray) -> Float[np.ndarray, ...]:
 
 
 def blocks(features: np.ndarray) -> Iterator[tuple[slice, Float[np.ndarray, "block d"]]]:
-    """Yields some rows of features at a time in float32, with their place."""
+    """Yields slices of rows with the features there, in float32."""
     for start in range(0, len(features), BLOCK_ROWS):
-        place = slice(start, start + BLOCK_ROWS)
-        yield place, float32(features[place])
+        rows = slice(start, start + BLOCK_ROWS)
+        yield rows, float32(features[rows])
 
 
 def same_length(array: np.ndarray, adapted: np.ndarray, name: str) -> None:
@@ -110,11 +108,7 @@ def same_length(array: np.ndarray, adapted: np.ndarray, name: str) -> None:
 
 
 def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
-    """Returns labels as int64 [n].
-
-    Raises:
-        InputError: not one-dimensional or not integers.
-    """
+    """Returns labels as int64 [n]; InputError if they are not integers in one dimension."""
     array = host_array(value, name)
     if array.ndim != 1:
         raise InputError(f"{name}: expected shape [samples], found {list(array.shape)}")
@@ -126,17 +120,9 @@ def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
 
 
 def score_views(
-    adapted: Any,
-    pretrained: Any,
-    widths: Sequence[int],
-    needs_pretrained: bool,
-    device: bool = False,
+    adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
 ) -> list[Any]:
-    """Returns the features of one or both views to be scored.
-
-    `widths` are d and, where the tasks have a pretrained view, e; `needs_pretrained` tells whether
-    such a view must be given where the tasks have it.
-    """
+    """Returns the features of one or both views to be scored; `widths` are those of the tasks."""
     if pretrained is None and len(widths) == 2 and needs_pretrained:
         raise InputError(
             "pretrained features: expected, since the tasks were fitted with them; leave them "
@@ -144,12 +130,10 @@ def score_views(
         )
     if pretrained is not None and len(widths) == 1:
         raise InputError("pretrained features: the tasks were fitted without a pretrained view")
-    views = [
-        feature_array(value, f"{view} features", width, device)
-        for view, value, width in zip(VIEWS, (adapted, pretrained), widths, strict=False)
-        if not (value is None and view == "pretrained")
-    ]
-    same_length(views[-1], views[0], "pretrained features")
+    views = [feature_array(adapted, "adapted features", widths[0])]
+    if pretrained is not None:
+        views.append(feature_array(pretrained, "pretrained features", widths[1]))
+        same_length(views[1], views[0], "pretrained features")
     return views
 
 
@@ -157,41 +141,35 @@ def score_views(
 
 
 class TaskInput(NamedTuple):
-    """What `fit_task` is given, checked."""
+    """Input of `fit_task`, checked."""
 
     task: int  # its number, counted from 0
-    views: list[np.ndarray]  # adapted features and, where given, pretrained ones
+    views: list[Any]  # adapted features and, if given, pretrained ones
     labels: Int[np.ndarray, " n"]
     classes: Int[np.ndarray, " c"]  # label of each head row
     counts: Int[np.ndarray, " c"]  # samples of each of these
-    head: Any  # None where none is given
+    head: Any  # None if none is given
 
     @property
     def rows(self) -> Int[np.ndarray, " n"]:
-        """The place of each sample's label among `classes`."""
+        """The index of each sample's label among `classes`."""
         order = np.argsort(self.classes)
         return order[np.searchsorted(self.classes, self.labels, sorter=order)]
 
 
 def task_views(
-    adapted: Any,
-    labels: Any,
-    pretrained: Any,
-    task: int,
-    widths: Sequence[int],
-    device: bool = False,
+    adapted: Any, labels: Any, pretrained: Any, task: int, widths: Sequence[int]
 ) -> tuple[list[Any], Int[np.ndarray, " n"]]:
     """Returns features and labels of a task, alike in rows and with the views of earlier tasks."""
-    given = [adapted] if pretrained is None else [adapted, pretrained]
-    if widths and len(given) != len(widths):
-        had, have = ("none", "some") if len(widths) == 1 else ("some", "none")
+    if widths and len(widths) != 2 - (pretrained is None):
+        had, has = ("none", "some") if len(widths) == 1 else ("some", "none")
         raise InputError(
-            f"pretrained features of task {task}: earlier tasks had {had}, this one has {have}; "
+            f"pretrained features of task {task}: earlier tasks had {had}, this one has {has}; "
             "give them for all tasks or for none"
         )
     names = [f"{view} features of task {task}" for view in VIEWS]
-    each = zip(given, names, widths or (None, None), strict=False)
-    views = [feature_array(*value, device) for value in each]
+    given = [adapted] if pretrained is None else [adapted, pretrained]
+    views = [feature_array(*it) for it in zip(given, names, widths or (None, None), strict=False)]
     labels = label_array(labels, f"labels of task {task}")
     same_length(views[-1], views[0], names[1])
     same_length(labels, views[0], f"labels of task {task}")
@@ -212,12 +190,9 @@ def task_classes(
     Args:
         labels: of all samples of the task.
         task: its number, for messages.
-        num_rows: rows of its head, None where it has none.
+        num_rows: rows of its head, None without a head.
         named: the label of each row; None for the distinct labels, ascending.
         earlier: labels of earlier tasks.
-
-    Raises:
-        InputError: a label is an earlier task's or no row's, or named twice, or not one per row.
     """
     name = f"classes of task {task}"
     values, times = np.unique(labels, return_counts=True)
@@ -225,35 +200,30 @@ def task_classes(
     if len(np.unique(classes)) < len(classes):
         raise InputError(f"{name}: a label is named twice")
     if num_rows not in (None, len(classes)):
-        found = (
-            f"found {len(classes)}"
-            if named is not None
-            else (f"the samples have {len(classes)}; where a class has no sample, name the labels")
-        )
+        found = f"found {len(classes)}"
+        if named is None:
+            hint = "where a class has no sample, name the labels"
+            found = f"the samples have {len(classes)}; {hint}"
         raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {found}")
     check_new(classes, task, earlier)
-    known = dict(zip(values.tolist(), times.tolist(), strict=True))
-    counts = np.array([known.get(label, 0) for label in classes.tolist()], np.int64)
-    if counts.sum() < len(labels):
-        row = int(np.argmin(np.isin(labels, classes)))
+    if not (known := np.isin(labels, classes)).all():
+        row = int(np.argmin(known))
         raise InputError(
             f"labels of task {task}: label {labels[row]} at row {row} is none of the head's classes"
         )
-    return classes, counts
+    samples = dict(zip(values.tolist(), times.tolist(), strict=True))
+    return classes, np.array([samples.get(label, 0) for label in classes.tolist()], np.int64)
 
 
 def check_new(
     classes: Int[np.ndarray, " c"], task: int, earlier: Sequence[Int[np.ndarray, " _"]]
 ) -> None:
-    """Raises InputError where a label of a task is an earlier one's."""
+    """Raises InputError if a label of a task is an earlier task's."""
     for other, taken in enumerate(earlier):
         if again := set(classes.tolist()) & set(taken.tolist()):
             raise InputError(
                 f"labels of task {task}: label {min(again)} already belongs to task {other}"
             )
-
-
-# Heads -------------------------------------------------------------------------------------------
 
 
 def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
@@ -274,8 +244,8 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
         )
     parts: dict[str, np.ndarray] = {}
     for part, value in head._asdict().items():
-        plain = isinstance(value, int | float)
-        array = host_array(np.asarray(value) if plain else value, f"{name}: {part}")
+        number = isinstance(value, int | float)
+        array = host_array(np.asarray(value) if number else value, f"{name}: {part}")
         check_real(array, f"{name}: {part}")
         parts[part] = float32(array).copy()  # Whoever gave it may go on training it.
     matrix, *others = parts
@@ -284,9 +254,9 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
         raise InputError(
             f"{name}: {matrix}: expected shape [classes, {width}], found {[*rows.shape]}"
         )
-    if "bias" in parts and parts["bias"].ndim == 0:
-        parts["bias"] = np.full(len(rows), parts["bias"])
     for part in others:
+        if part == "bias" and parts[part].ndim == 0:
+            parts[part] = np.full(len(rows), parts[part])
         shape = (len(rows),) if part == "bias" else ()
         if parts[part].shape != shape:
             expected = f"shape {[*shape]}" if shape else "a number"
@@ -294,7 +264,7 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
     for part, values in parts.items():
         with np.errstate(over="ignore"):
             squares = np.square(values.reshape(*values.shape[:1], -1)).sum(axis=-1)
-        if len(wrong := np.flatnonzero(~np.isfinite(squares))):
-            found = "is not finite, or too large for float32"
-            raise InputError(f"{name}: {part}: row {wrong[0]} {found}")
+        if not (finite := np.isfinite(squares)).all():
+            found = f"row {np.argmin(finite)} is not finite, or too large for float32"
+            raise InputError(f"{name}: {part}: {found}")
     return type(head)(**parts)

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fdc_jax import heads
-from fdc_jax.calibration import comparators, fdc, gaussians, storage
+from fdc_jax.calibration import fdc, gaussians, storage
 from fdc_jax.calibration.calibrator import Calibrator
+from fdc_jax.calibration.comparators import distances, logits, random_features
 from fdc_jax.calibration.confidence import Confidence
 from fdc_jax.errors import InputError, did_you_mean
 
@@ -38,42 +39,35 @@ _RANDOM = ("projections", "seed")
 
 # In the order of tables. A suffix names the view; see each class for formulas.
 METHODS: dict[str, Method] = {
-    "raw": Method("Raw", comparators.Raw),
+    "raw": Method("Raw", logits.Raw),
     "fdc": Method("FDC", fdc.FDC, _FDC, has_components=True),
     "gaussians": Method("class Gaussians", gaussians.Gaussians, gives_confidence=True),
-    "ls": Method("logit standardisation", comparators.LogitStandardisation),
-    "energy": Method("Energy", comparators.Energy),
-    "msp": Method("maximum softmax", comparators.MaximumSoftmax),
-    "entropy": Method("entropy", comparators.NegativeEntropy),
-    "wa": Method("weight aligning", comparators.WeightAligning),
-    "vim": Method("ViM", comparators.VirtualLogitMatching),
-    "ncm": Method("nearest class mean", comparators.NearestClassMean),
-    "mahalanobis": Method("Mahalanobis", comparators.Mahalanobis),
-    "fecam": Method("FeCAM", comparators.FeCAM),
-    "ridge": Method("ridge", comparators.Ridge),
-    "ranpac": Method("RanPAC", comparators.RanPAC, _RANDOM),
-    "anacp": Method("AnaCP", comparators.AnaCP, _RANDOM),
+    "ls": Method("logit standardisation", logits.LogitStandardisation),
+    "energy": Method("Energy", logits.Energy),
+    "msp": Method("maximum softmax", logits.MaximumSoftmax),
+    "entropy": Method("entropy", logits.NegativeEntropy),
+    "wa": Method("weight aligning", logits.WeightAligning),
+    "vim": Method("ViM", logits.VirtualLogitMatching),
+    "ncm": Method("nearest class mean", distances.NearestClassMean),
+    "mahalanobis": Method("Mahalanobis", distances.Mahalanobis),
+    "fecam": Method("FeCAM", distances.FeCAM),
+    "ridge": Method("ridge", random_features.Ridge),
+    "ranpac": Method("RanPAC", random_features.RanPAC, _RANDOM),
+    "anacp": Method("AnaCP", random_features.AnaCP, _RANDOM),
 }
+# The types in files of calibrators, by name.
+_KINDS = [method.make for method in METHODS.values()]
+_KINDS += [fdc.Settings, fdc.Task, fdc.View, fdc.Foreign, gaussians.ViewClasses, Confidence]
+TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*_KINDS, *heads.KINDS)}
+
 for _name in ("ncm", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):
     _title, _make, _settings, *_ = METHODS[_name]
-    METHODS[f"{_name}-pretrained"] = Method(
-        f"{_title}, frozen features", partial(_make, view="pretrained"), _settings
-    )
-
-# What files of calibrators hold.
-TYPES = {
-    kind.__name__: kind
-    for kind in (
-        *(getattr(comparators, name) for name in comparators.__all__),
-        *(fdc.FDC, fdc.Settings, fdc.Task, fdc.View, fdc.Foreign),
-        *(gaussians.Gaussians, gaussians.ViewClasses, Confidence),
-        *heads.KINDS,
-    )
-}
+    _make = partial(_make, view="pretrained")
+    METHODS[f"{_name}-pretrained"] = Method(f"{_title}, frozen features", _make, _settings)
 
 
 def find(name: str) -> Method:
-    """Returns the method of a name; InputError where there is none."""
+    """Returns the method of a name; InputError if there is none."""
     if not isinstance(name, str) or name not in METHODS:
         raise InputError(did_you_mean("calibrator", name, METHODS))
     return METHODS[name]
@@ -87,7 +81,7 @@ def make(name: str, **settings: Any) -> Calibrator:
             range.
     """
     method = find(name)
-    known = dict.fromkeys(key for each in METHODS.values() for key in each.settings)
+    known = dict.fromkeys(key for other in METHODS.values() for key in other.settings)
     for key in settings:
         if key not in known:
             raise InputError(did_you_mean("setting of a calibrator", key, known))
@@ -100,9 +94,9 @@ def load(path: str | os.PathLike[str]) -> Calibrator:
     Raises:
         InputError: the file is missing, damaged, or of another kind or version.
     """
-    found = storage.read(path, TYPES)
-    if not isinstance(found, Calibrator):
-        raise InputError(f"{path}: expected a calibrator, found {type(found).__name__}")
-    if vars(found).keys() != vars(type(found)()).keys():
+    stored = storage.read(path, TYPES)
+    if not isinstance(stored, Calibrator):
+        raise InputError(f"{path}: expected a calibrator, found {type(stored).__name__}")
+    if vars(stored).keys() != vars(type(stored)()).keys():
         raise InputError(f"{path}: not as this version writes it: other attributes")
-    return found
+    return stored

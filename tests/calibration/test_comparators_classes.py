@@ -6,8 +6,7 @@ import scipy.linalg
 import scipy.spatial.distance
 import scipy.special
 
-from fdc_jax.calibration import comparators
-from fdc_jax.calibration.comparators import random_features
+from fdc_jax.calibration.comparators import distances, logits, random_features
 from fdc_jax.errors import InputError
 from tests.calibration.streams import fit as fitted
 from tests.calibration.streams import problem
@@ -63,7 +62,7 @@ def check(data, comparator, class_scores, rtol=2e-5):
 def test_cosine_nearest_mean_uses_means_of_raw_features(data, name):
     _, means = within(*stacked(data, name))
     cosine = 1.0 - scipy.spatial.distance.cdist(view(data, name), means, "cosine")
-    check(data, comparators.NearestClassMean(name), cosine)
+    check(data, distances.NearestClassMean(name), cosine)
 
 
 def squared_mahalanobis(points, means, precision):
@@ -80,7 +79,7 @@ def test_shared_mahalanobis_is_sklearns_covariance(made, name):
     reference = covariance.ShrunkCovariance(assume_centered=True, shrinkage=1e-3)
     precision = reference.fit(deviations).precision_
     squares = squared_mahalanobis(view(data, name), means, precision)
-    check(data, comparators.Mahalanobis(name), -squares, rtol=1e-3)
+    check(data, distances.Mahalanobis(name), -squares, rtol=1e-3)
 
 
 def test_fecam(data):
@@ -94,7 +93,7 @@ def test_fecam(data):
             deviation = np.sqrt(np.diag(spread))
             inverse = np.linalg.pinv(spread / np.outer(deviation, deviation))
             scores.append(-np.einsum("nd,de,ne->n", difference, inverse, difference))
-    check(data, comparators.FeCAM(), np.stack(scores, axis=1), rtol=1e-4)
+    check(data, distances.FeCAM(), np.stack(scores, axis=1), rtol=1e-4)
 
 
 def test_vim(data):
@@ -112,19 +111,19 @@ def test_vim(data):
         test = data.adapted.astype(np.float64)
         energy = scipy.special.logsumexp(test @ weight.T + bias, axis=1)
         task_scores.append(energy - alpha * np.linalg.norm((test - origin) @ kept, axis=1))
-    comparator = fitted(comparators.VirtualLogitMatching(), data.tasks)
+    comparator = fitted(logits.VirtualLogitMatching(), data.tasks)
     scores = comparator.score(data.adapted)
     np.testing.assert_allclose(scores.task_scores, np.stack(task_scores, axis=1), rtol=1e-4)
     assert comparator.storage_bytes == 4 * 3 * (12 * 6 + 12 + 1)
-    raw = fitted(comparators.Raw(), data.tasks).score(data.adapted)
+    raw = fitted(logits.Raw(), data.tasks).score(data.adapted)
     np.testing.assert_array_equal(scores.local_class, raw.local_class)
 
 
 def test_vim_of_small_tasks_keeps_a_residual():
     data = problem(((3, 2), (2, 2)), width=12)
-    comparator = fitted(comparators.VirtualLogitMatching(), data.tasks)
+    comparator = fitted(logits.VirtualLogitMatching(), data.tasks)
     scores = comparator.score(data.adapted).task_scores
-    raw = fitted(comparators.Raw(), data.tasks).score(data.adapted).task_scores
+    raw = fitted(logits.Raw(), data.tasks).score(data.adapted).task_scores
     assert np.abs(scores).max() < 100 * np.abs(raw).max()
     # n = 5 and 4 samples leave (n - 1) // 2 = 2 and 1 principal directions.
     assert comparator.storage_bytes == 4 * (12 * 10 + 13 + 12 * 11 + 13)
@@ -147,14 +146,14 @@ def test_the_chosen_ridge_is_sklearns_best(rows):
     assert random_features.chosen_ridge(expanded[:1], onehot[:1], 7.0) == 7.0
 
 
-@pytest.mark.parametrize("kind", [comparators.RanPAC, comparators.Ridge])
+@pytest.mark.parametrize("kind", [random_features.RanPAC, random_features.Ridge])
 def test_ranpac_is_sklearns_ridge_on_the_same_features(data, kind):
     comparator, again = (fitted(kind(projections=50, seed=3), data.tasks) for _ in range(2))
     features, labels, classes = stacked(data, "adapted")
-    (matrix,) = random_features._gaussians(3, 12, 50)
+    (matrix,) = random_features._gaussians(3, (12, 50))
 
     def expanded(rows):
-        if kind is comparators.Ridge:
+        if kind is random_features.Ridge:
             return np.column_stack([rows, np.ones(len(rows))])
         return np.maximum(rows @ np.asarray(matrix, np.float64), 0)
 
@@ -172,9 +171,9 @@ def test_ranpac_is_sklearns_ridge_on_the_same_features(data, kind):
 def test_ranpac_with_fewer_samples_than_projections():
     """The validated lambda is then tiny, and rounding of G must not decide."""
     data = problem(((6, 6), (6, 6), (6, 6)), width=64, seed=1)
-    comparator = fitted(comparators.RanPAC(projections=600), data.tasks)
+    comparator = fitted(random_features.RanPAC(projections=600), data.tasks)
     assert comparator.ridge < 100
-    nearest = fitted(comparators.NearestClassMean(), data.tasks).score(data.adapted)
+    nearest = fitted(distances.NearestClassMean(), data.tasks).score(data.adapted)
     found = comparator.score(data.adapted)
     accuracy = np.mean(found.label == data.labels)
     assert accuracy >= np.mean(nearest.label == data.labels) - 0.1
@@ -219,7 +218,7 @@ def test_anacp(data):
     def solve(z, y):
         return np.linalg.solve(z.T @ z + ridge * np.eye(size), z.T @ y)
 
-    matrices = random_features._gaussians(5, 12, size, 4)
+    matrices = random_features._gaussians(5, (12, size), 4)
     *inner, outer = (np.asarray(matrix, np.float64) for matrix in matrices)
     maps = [solve(gelu(features @ m), targets[np.searchsorted(classes, labels)]) for m in inner]
     assert len(maps) == 3
@@ -233,18 +232,18 @@ def test_anacp(data):
     pseudo = np.concatenate([m + random.standard_normal((count, 12)) @ lower.T for m in means])
     theta = solve(pulled(pseudo), np.repeat(np.eye(len(classes)), count, axis=0))
     reference = pulled(unit(data.pretrained.astype(np.float64))) @ theta
-    check(data, comparators.AnaCP("pretrained", size, seed=5), reference, rtol=5e-4)
+    check(data, random_features.AnaCP("pretrained", size, seed=5), reference, rtol=5e-4)
 
 
 # What all do -------------------------------------------------------------------------------------
 
 METHODS = {
-    "ncm": comparators.NearestClassMean,
-    "mahalanobis": comparators.Mahalanobis,
-    "fecam": comparators.FeCAM,
-    "ranpac": lambda view: comparators.RanPAC(view, projections=40),
-    "ridge": comparators.Ridge,
-    "anacp": lambda view: comparators.AnaCP(view, projections=40),
+    "ncm": distances.NearestClassMean,
+    "mahalanobis": distances.Mahalanobis,
+    "fecam": distances.FeCAM,
+    "ranpac": lambda view: random_features.RanPAC(view, projections=40),
+    "ridge": random_features.Ridge,
+    "anacp": lambda view: random_features.AnaCP(view, projections=40),
 }
 
 
@@ -289,4 +288,4 @@ def test_a_class_without_images_is_never_predicted(data, method):
 
 def test_unknown_views():
     with pytest.raises(InputError, match="ncm: view: expected adapted or pretrained, found 'both'"):
-        comparators.NearestClassMean("both")
+        distances.NearestClassMean("both")

@@ -6,7 +6,7 @@ import scipy.special
 import scipy.stats
 
 from fdc_jax import heads
-from fdc_jax.calibration import comparators
+from fdc_jax.calibration.comparators import logits
 from fdc_jax.errors import InputError
 from tests.calibration.streams import fit as fitted
 from tests.calibration.streams import problem
@@ -17,22 +17,22 @@ def data():
     return problem()
 
 
-def logits(task, features):
+def logits_of(task, features):
     weight, bias = (np.asarray(part, np.float64) for part in task.head)
     return features.astype(np.float64) @ weight.T + bias
 
 
 def standardised(task, z):
-    best = logits(task, task.adapted).max(axis=1)
+    best = logits_of(task, task.adapted).max(axis=1)
     return scipy.stats.zmap(z.max(axis=1), best, ddof=0)
 
 
 FORMULAS = {
-    comparators.Raw: lambda task, z: z.max(axis=1),
-    comparators.LogitStandardisation: standardised,
-    comparators.Energy: lambda task, z: scipy.special.logsumexp(z, axis=1),
-    comparators.MaximumSoftmax: lambda task, z: scipy.special.softmax(z, axis=1).max(axis=1),
-    comparators.NegativeEntropy: lambda task, z: (
+    logits.Raw: lambda task, z: z.max(axis=1),
+    logits.LogitStandardisation: standardised,
+    logits.Energy: lambda task, z: scipy.special.logsumexp(z, axis=1),
+    logits.MaximumSoftmax: lambda task, z: scipy.special.softmax(z, axis=1).max(axis=1),
+    logits.NegativeEntropy: lambda task, z: (
         -scipy.stats.entropy(scipy.special.softmax(z, axis=1), axis=1)
     ),
 }
@@ -42,7 +42,7 @@ FORMULAS = {
 def test_scores_are_the_formulas(data, make):
     comparator = fitted(make(), data.tasks)
     scores = comparator.score(data.adapted, data.pretrained)
-    parts = [logits(task, data.adapted) for task in data.tasks]
+    parts = [logits_of(task, data.adapted) for task in data.tasks]
     expected = [FORMULAS[make](task, z) for task, z in zip(data.tasks, parts, strict=True)]
     task_scores, local = np.stack(expected, axis=1), np.stack([z.argmax(axis=1) for z in parts], 1)
     scale = np.abs(task_scores).max()
@@ -51,15 +51,15 @@ def test_scores_are_the_formulas(data, make):
     np.testing.assert_array_equal(scores.task, task_scores.argmax(axis=1))
     rows = np.arange(len(local))
     np.testing.assert_array_equal(scores.label, 10 * scores.task + local[rows, scores.task])
-    assert comparator.storage_bytes == (24 if make is comparators.LogitStandardisation else 0)
+    assert comparator.storage_bytes == (24 if make is logits.LogitStandardisation else 0)
 
 
 def test_logit_standardisation_of_one_image_divides_by_the_floor():
     data = problem(((1,), (20, 20)))
-    comparator = fitted(comparators.LogitStandardisation(), data.tasks)
-    best = logits(data.tasks[0], data.tasks[0].adapted).max()
+    comparator = fitted(logits.LogitStandardisation(), data.tasks)
+    best = logits_of(data.tasks[0], data.tasks[0].adapted).max()
     scores = comparator.score(data.adapted).task_scores[:, 0]
-    z = logits(data.tasks[0], data.adapted).max(axis=1)
+    z = logits_of(data.tasks[0], data.adapted).max(axis=1)
     np.testing.assert_allclose(scores, (z - best) * 1e12, rtol=1e-4)
 
 
@@ -70,7 +70,7 @@ def test_weight_aligning_sequential_by_hand():
         (np.array([[2.0, 0.0], [0.0, 2.0]]), np.array([0.0, -1.0])),  # factor mean(5, 1, 3) / 2
     ]
     features = np.array([[1.0, 0.5], [-1.0, 2.0]])
-    comparator = comparators.WeightAligning()
+    comparator = logits.WeightAligning()
     for t, (weight, bias) in enumerate(tasks):
         head = heads.LinearHead(weight.astype(np.float32), bias.astype(np.float32))
         classes = 10 * t + np.arange(len(bias))
@@ -89,24 +89,24 @@ def test_weight_aligning_sequential_by_hand():
 
 
 METHODS = [
-    comparators.Raw,
-    comparators.LogitStandardisation,
-    comparators.Energy,
-    comparators.MaximumSoftmax,
-    comparators.NegativeEntropy,
-    comparators.WeightAligning,
-    comparators.VirtualLogitMatching,
+    logits.Raw,
+    logits.LogitStandardisation,
+    logits.Energy,
+    logits.MaximumSoftmax,
+    logits.NegativeEntropy,
+    logits.WeightAligning,
+    logits.VirtualLogitMatching,
 ]
 
 
 def test_other_heads_are_scored_by_their_own_logits(data):
-    scores = fitted(comparators.Raw(), data.tasks, "cosine").score(data.adapted)
+    scores = fitted(logits.Raw(), data.tasks, "cosine").score(data.adapted)
     for t, task in enumerate(data.tasks):
         rows = np.asarray(task.weight, np.float64)
         norms = np.outer(np.linalg.norm(data.adapted, axis=1), np.linalg.norm(rows, axis=1))
         expected = 7 * (data.adapted @ rows.T / norms).max(axis=1)
         np.testing.assert_allclose(scores.task_scores[:, t], expected, rtol=1e-5)
-    for method in (comparators.WeightAligning, comparators.VirtualLogitMatching):
+    for method in (logits.WeightAligning, logits.VirtualLogitMatching):
         with pytest.raises(InputError, match=r": needs linear heads, .* is a CosineHead"):
             fitted(method(), data.tasks, "cosine")
 
@@ -126,20 +126,20 @@ def test_replaced_heads(data, method):
     found = comparator.score(data.adapted)
     expected = fitted(method(), data.tasks).score(data.adapted).task_scores
     for t, (first, final) in enumerate(zip(early, data.tasks, strict=True)):
-        z = logits(final, data.adapted)
-        if method is comparators.LogitStandardisation:
+        z = logits_of(final, data.adapted)
+        if method is logits.LogitStandardisation:
             expected[:, t] = standardised(first, z)
-        elif method is comparators.VirtualLogitMatching:
-            own = scipy.special.logsumexp(logits(first, data.adapted), axis=1)
+        elif method is logits.VirtualLogitMatching:
+            own = scipy.special.logsumexp(logits_of(first, data.adapted), axis=1)
             expected[:, t] = before[:, t] + scipy.special.logsumexp(z, axis=1) - own
     np.testing.assert_allclose(found.task_scores, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_replacing_heads_is_checked(data):
-    comparator = fitted(comparators.WeightAligning(), data.tasks)
+    comparator = fitted(logits.WeightAligning(), data.tasks)
     own = [task.head for task in data.tasks]
     zero = own[1]._replace(weight=np.zeros_like(own[1].weight))
     with pytest.raises(InputError, match="wa: all rows of the head of task 1 are zero"):
         comparator.replace_heads([own[0], zero, own[2]])
-    expected = fitted(comparators.WeightAligning(), data.tasks).score(data.adapted)
+    expected = fitted(logits.WeightAligning(), data.tasks).score(data.adapted)
     np.testing.assert_array_equal(comparator.score(data.adapted).task_scores, expected.task_scores)

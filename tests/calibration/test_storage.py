@@ -51,7 +51,7 @@ def test_what_is_kept_in_mid_stream_goes_on_as_if_it_had_not_been(name, tmp_path
     scored = WAYS["file"](whole, tmp_path)
     for each in (scored, *kept.values()):
         assert type(each) is type(whole) and each.storage_bytes == whole.storage_bytes
-        assert vars(each).keys() == vars(whole).keys()
+        assert each.__getstate__().keys() == whole.__getstate__().keys()
         streams.same_scores(each, whole, inputs)
         np.testing.assert_array_equal(each.class_scores(*inputs), whole.class_scores(*inputs))
 

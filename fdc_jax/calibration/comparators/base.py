@@ -1,15 +1,17 @@
-"""What every comparator does around its own formula: take a task's statistics, solve, score.
+"""The base of comparators: it collects a task's statistics, solves, and scores.
 
 A method writes `_collect`, which makes a task's samples into its statistics, and either
-`_class_scores` or, for routers that keep the heads' classes, `_logits` and `_task_score`. Moments
-are taken in float64 on the host, where they cost nothing; products over samples are float32.
+`_class_scores` or, for routers that keep the heads' classes, `_adjust` and `_task_score`. Moments
+are float64 on the host, where they cost nothing; products over samples are float32.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from fdc_jax.calibration import inputs
@@ -25,8 +27,8 @@ class Comparator(Calibrator):
     """A calibrator that reads one view, "adapted" or "pretrained"; InputError for others.
 
     Attributes:
-        statistics: of each task, what `_collect` returned.
-        total: a sum over all tasks; of both the numbers count as storage.
+        statistics: results of `_collect`, task by task.
+        total: a sum over all tasks; the numbers of both count as storage.
     """
 
     # Whether heads must be `LinearHead`s.
@@ -40,7 +42,6 @@ class Comparator(Calibrator):
         self.view = view
         self.statistics: list[Any] = []
         self.total: Any = None
-        self._forget()
 
     def __copy__(self) -> Any:
         # Totals are added to in place.
@@ -60,38 +61,38 @@ class Comparator(Calibrator):
 
     def finalize(self, release: bool = False) -> None:
         """Solves for what scoring needs of all tasks; more may follow, then finalize again."""
-        if self.classes and self._solved is None:
-            self._solved = self._solve()
+        if self.classes:
+            _ = self._solved
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Calibrator.class_scores`; minus infinity for classes without a sample."""
-        found = self._class_scores(self._features(adapted, pretrained))
-        scores = np.full((len(found), sum(map(len, self.classes))), -np.inf, found.dtype)
-        scores[:, np.concatenate(self.counts) > 0] = found
+        known = self._class_scores(self._features(adapted, pretrained))
+        scores = np.full((len(known), sum(map(len, self.classes))), -np.inf, known.dtype)
+        scores[:, np.concatenate(self.counts) > 0] = known
         return scores
 
     @property
     def storage_bytes(self) -> int:
         """Bytes of the statistics, all in float32, beyond encoder and heads."""
-        return 4 * _count((self.statistics, self.total))
+        return 4 * sum(np.size(part) for part in jax.tree.leaves((self.statistics, self.total)))
 
     def _collect(
         self, features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"], head: Any
     ) -> Any:
         """Returns a task's statistics; `rows` number the classes that have samples."""
 
-    def _solve(self) -> Any:
-        """Returns what scoring needs of all tasks."""
+    @cached_property
+    def _solved(self) -> Any:
+        """What scoring needs of all tasks."""
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         """Returns a score for each class that has samples, tasks in order."""
         raise NotImplementedError
 
     def _features(self, adapted: Any, pretrained: Any) -> Float[np.ndarray, "n d"]:
-        """Returns the features to score, of the method's own view; solves where it is still due."""
+        """Returns the features to score, of the method's own view."""
         if not self.classes:
             raise InputError(f"{self.name}: expected at least one fitted task before scoring")
-        self.finalize()
         index = inputs.VIEWS.index(self.view)
         value, name = (adapted, pretrained)[index], f"{self.view} features"
         if value is None:
@@ -106,21 +107,11 @@ class Comparator(Calibrator):
             )
         return super()._head(head, task, width, first)
 
-    def _forget(self) -> None:
-        self._solved: Any = None
-
-
-def _count(tree: Any) -> int:
-    """Returns how many numbers there are in lists and tuples of arrays."""
-    if isinstance(tree, list | tuple):
-        return sum(map(_count, tree))
-    return 0 if tree is None else np.size(tree)
-
 
 def within_classes(
     features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
 ) -> tuple[Float[np.ndarray, "c d"], Float[np.ndarray, "d d"]]:
-    """Means of classes and the scatter about them, in float64; products are in that of features."""
+    """Returns means of classes and the scatter about them, in float64."""
     means, scatter = class_means(features, rows), np.zeros((features.shape[1],) * 2)
     for start in range(0, len(rows), inputs.BLOCK_ROWS):
         some = slice(start, start + inputs.BLOCK_ROWS)
@@ -132,7 +123,7 @@ def within_classes(
 def class_means(
     features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
 ) -> Float[np.ndarray, "c d"]:
-    """Means of classes in float64."""
+    """Returns means of classes in float64."""
     counts = np.bincount(rows)
     totals = [features[rows == c].sum(axis=0, dtype=np.float64) for c in range(len(counts))]
     return np.stack(totals) / counts[:, None]

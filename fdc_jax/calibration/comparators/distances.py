@@ -8,6 +8,7 @@ evaluates without cancellation.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import scipy.linalg
 
 from fdc_jax.calibration.comparators.base import Comparator, class_means, within_classes
 from fdc_jax.calibration.compiled import energy, in_blocks
+from fdc_jax.calibration.inputs import float32
 from fdc_jax.heads import products, unit
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class NearestClassMean(Comparator):
     def _collect(self, features, rows, head) -> Float[np.ndarray, "c d"]:
         return class_means(features, rows).astype(np.float32)
 
-    def _solve(self) -> Float[np.ndarray, "classes d"]:
+    @cached_property
+    def _solved(self) -> Float[np.ndarray, "classes d"]:
         return np.concatenate(self.statistics)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
@@ -58,8 +61,9 @@ class Mahalanobis(Comparator):
         self.total = scatter if self.total is None else self.total + scatter
         return means
 
-    def _solve(self) -> tuple[np.ndarray, np.ndarray]:
-        covariance = self.total / sum(each.sum() for each in self.counts)
+    @cached_property
+    def _solved(self) -> tuple[np.ndarray, np.ndarray]:
+        covariance = self.total / np.concatenate(self.counts).sum()
         level = np.trace(covariance) / len(covariance) * np.eye(len(covariance))
         factor = _inverse_factor(0.999 * covariance + 0.001 * level)
         return np.concatenate(self.statistics), factor
@@ -95,7 +99,7 @@ class FeCAM(Comparator):
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         features = unit(features.astype(np.float64))
         gaussians = [gaussian for task in self.statistics for gaussian in task]
-        return -np.concatenate([squared_distances(features, *each) for each in gaussians], axis=1)
+        return -np.concatenate([squared_distances(features, *own) for own in gaussians], axis=1)
 
 
 def squared_distances(
@@ -103,11 +107,10 @@ def squared_distances(
     means: Float[np.ndarray, "c d"],
     factor: Float[np.ndarray, "d r"],
 ) -> Float[np.ndarray, "n c"]:
-    """|(g - m) F|^2 for all rows g and means m, about a point amid the means."""
+    """Returns |(g - m) F|^2 for all rows g and means m, about a point amid the means."""
     centre = means.mean(axis=0)
-    narrow = (np.asarray(part, np.float32) for part in (means - centre, factor))
-    near = np.asarray(features - centre, np.float32)
-    return in_blocks(_whitened, tuple(narrow), near)
+    near, means, factor = map(float32, (features - centre, means - centre, factor))
+    return in_blocks(_whitened, (means, factor), near)
 
 
 def _cosines(rows: Float[Array, "c d"], features: Float[Array, "n d"]) -> Float[Array, "n c"]:
@@ -125,17 +128,15 @@ def _whitened(
     return jnp.maximum(squares - 2.0 * products(near, rows), 0.0)
 
 
-# Factors F with F F' the inverse of what a method makes of a covariance; I without variance ------
-
-
 def _correlation_factor(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
+    """Returns `_inverse_factor` of a covariance plus its mean diagonal, as correlations."""
     raised = covariance + np.trace(covariance) / len(covariance) * np.eye(len(covariance))
     scale = np.sqrt(np.diagonal(raised))
     return _inverse_factor(raised / np.outer(scale, scale) if scale.any() else raised)
 
 
 def _inverse_factor(matrix: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
-    """Of a positive definite matrix, in a fraction of the time of `eigh`."""
+    """Returns F with F F' the inverse of a positive definite matrix; I for a matrix of zeros."""
     identity = np.eye(len(matrix))
     lower = np.linalg.cholesky(matrix) if matrix.any() else identity
     inverse = scipy.linalg.solve_triangular(lower, identity, lower=True)

@@ -1,4 +1,4 @@
-"""Routers over the heads' logits: the controls FDC has to beat, and ViM.
+"""Routers over the heads' logits: controls for FDC, and ViM.
 
 All keep each head's local argmax as the class and differ in the score that picks the task.
 """
@@ -44,20 +44,17 @@ class Raw(Comparator):
 
     def _routed(self, features: Float[np.ndarray, "n d"]) -> tuple[Scores, list[np.ndarray]]:
         """Returns the scores, and the logits of each head."""
-        logits = [
-            self._adjust(task, _logits(head, features)) for task, head in enumerate(self.heads)
-        ]
+        logits = [self._adjust(t, _logits(head, features)) for t, head in enumerate(self.heads)]
         scores = [self._task_score(task, z, features) for task, z in enumerate(logits)]
         rows = np.stack([z.argmax(axis=1) for z in logits], axis=1).astype(np.int32)
         return Scores(np.stack(scores, axis=1), rows, self.classes), logits
 
     def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:
-        """Changes the logits of a head before anything is read from them."""
+        """Returns the logits of a head with which everything else is computed."""
         return logits
 
-    def _task_score(
-        self, task: int, logits: Float[np.ndarray, "n c"], features: Float[np.ndarray, "n d"]
-    ) -> Float[np.ndarray, " n"]:
+    def _task_score(self, task: int, logits: Any, features: Any) -> Float[np.ndarray, " n"]:
+        """Returns s_t of logits [n, c] and features [n, d]."""
         return logits.max(axis=1)
 
 

@@ -1,14 +1,14 @@
 """Ridge regression on random features: RanPAC and AnaCP.
 
-Random features and products of them are float32 at the highest matmul precision under `jax.jit`,
-where nearly all the work is. Sums and the solves are float64 on the host: a Gram matrix of
-thousands of correlated features has a condition number far beyond float32. It is by far the
-largest array: products are added to it a tile at a time, and what solves makes one copy.
+Random features and products of them, nearly all of the work, are float32 in JAX. Sums and solves
+are float64 on the host: a Gram matrix of thousands of correlated features has a condition number
+far beyond float32. It is by far the largest array: products are added to it a tile at a time, and
+the solve makes one copy.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -35,14 +35,13 @@ class RanPAC(Comparator):
 
     McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning"
     (2023). G += h'h and Q += h'Y over tasks; W = (G + lambda I)^-1 Q. After every task lambda is
-    the one of 10^-8 .. 10^8 with the least squared error on the last 20 % of the task's samples
-    after a fit to the first 80 %; samples are shuffled first, since sorted ones would leave whole
-    classes out of the fit. The last task's lambda holds. A task of one sample keeps the previous
-    one, at the start 1.
+    the one of 10^-8 .. 10^8 with the least squared error on the last 20 % of the task's samples,
+    after a shuffle and a fit to the first 80 %. The last task's lambda holds. A task of one sample
+    keeps the previous one, at the start 1.
 
-    Lambda is raised to the float32 machine epsilon times the trace of G where it is below: with
-    fewer samples than M, rounding makes eigenvalues of that size out of zeros. The float32 codes
-    meet the same errors in their validation and so avoid such a lambda; ours validates in float64.
+    Lambda is at least the float32 machine epsilon times the trace of G: with fewer samples than M,
+    rounding makes eigenvalues of that size out of zeros. The float32 codes meet the same errors in
+    their validation and so avoid such a lambda; this code validates in float64.
 
     Args:
         view: "adapted" or "pretrained".
@@ -72,7 +71,8 @@ class RanPAC(Comparator):
         self.ridge = max(self.ridge, float(np.finfo(np.float32).eps * np.trace(self.total)))
         return _sums(hidden, onehot)
 
-    def _solve(self) -> Float[Array, "m classes"]:
+    @cached_property
+    def _solved(self) -> Float[Array, "m classes"]:
         targets = np.concatenate(self.statistics, axis=1)
         return jnp.asarray(solve_ridge(self.total, self.ridge, targets), jnp.float32)
 
@@ -81,7 +81,7 @@ class RanPAC(Comparator):
         return in_blocks(_ridge_scores, fitted, features)
 
     def _projection(self, features: Float[np.ndarray, "n d"]) -> Float[Array, "d m"] | None:
-        return _gaussians(self.seed, features.shape[1], self.projections)[0]
+        return _gaussians(self.seed, (features.shape[1], self.projections))[0]
 
 
 class Ridge(RanPAC):
@@ -124,11 +124,10 @@ class AnaCP(Comparator):
     """
 
     name = "anacp"
-    # Of step 2, of both steps, of step 3, and what is added to S.
-    num_heads = 3
-    ridge = 100.0
-    samples_per_class = 100
-    jitter = 1e-4
+    num_heads = 3  # of step 2
+    ridge = 100.0  # of steps 2 and 3
+    samples_per_class = 100  # of step 3
+    jitter = 1e-4  # on the diagonal of S
 
     def __init__(self, view: str = "adapted", projections: int = 5_000, seed: int = 0):
         super().__init__(view)
@@ -138,7 +137,7 @@ class AnaCP(Comparator):
         self.total: tuple[Any, Any] = [None] * self.num_heads, 0.0
 
     def _collect(self, features, rows, head) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Class means [c, d] and counts [c], and per head the sums of z over each class [m, c]."""
+        """Returns class means and counts, and per head the sums of z over each class [m, c]."""
         matrices = self._matrices(features.shape[1])
         wide = unit(features.astype(np.float64))
         means, of_task = within_classes(wide, rows)
@@ -150,7 +149,8 @@ class AnaCP(Comparator):
         self.total = grams, scatter + of_task
         return means, np.bincount(rows), sums
 
-    def _solve(self) -> tuple[list[Float[Array, "m d"]], Float[Array, "m classes"]]:
+    @cached_property
+    def _solved(self) -> tuple[list[Float[Array, "m d"]], Float[Array, "m classes"]]:
         means, counts, by_task = zip(*self.statistics, strict=True)
         means, (grams, scatter) = np.concatenate(means), self.total
         width = means.shape[1]
@@ -179,13 +179,13 @@ class AnaCP(Comparator):
 
     def _matrices(self, width: int) -> list[Float[Array, "d m"]]:
         """Returns A of each head, then B."""
-        return _gaussians(self.seed, width, self.projections, self.num_heads + 1)
+        return _gaussians(self.seed, (width, self.projections), self.num_heads + 1)
 
 
 def _spread(
     means: Float[np.ndarray, "c d"], covariance: Float[np.ndarray, "d d"]
 ) -> Float[np.ndarray, "c d"]:
-    """AnaCP's targets (step 1)."""
+    """Returns AnaCP's targets (step 1)."""
     values, vectors = np.linalg.eigh(covariance)
     root = np.sqrt(np.maximum(values, 0.0) + 1e-8)
     centre = means.mean(axis=0)
@@ -198,12 +198,9 @@ def _spread(
 
 
 @lru_cache(maxsize=2)
-def _gaussians(
-    seed: int, width: int, projections: int, count: int = 1
-) -> list[Float[Array, "d m"]]:
+def _gaussians(seed: int, shape: tuple[int, int], count: int = 1) -> list[Float[Array, "d m"]]:
     """Returns the random matrices of a seed."""
     random = np.random.default_rng(seed)
-    shape = width, projections
     return [jnp.asarray(random.standard_normal(shape, np.float32)) for _ in range(count)]
 
 
@@ -211,9 +208,7 @@ def _onehot(rows: Int[np.ndarray, " n"]) -> Float[np.ndarray, "n c"]:
     return np.eye(rows.max() + 1, dtype=np.float32)[rows]
 
 
-def with_gram(
-    total: Float[np.ndarray, "m m"] | None, hidden: Float[np.ndarray, "n m"]
-) -> Float[np.ndarray, "m m"]:
+def with_gram(total: np.ndarray | None, hidden: np.ndarray) -> Float[np.ndarray, "m m"]:
     """Returns total + h'h, added in place: products of some rows in float32, sums in float64."""
     size = hidden.shape[1]
     total = np.zeros((size, size)) if total is None else total
@@ -227,10 +222,8 @@ def with_gram(
     return total
 
 
-def _sums(
-    hidden: Float[np.ndarray, "n m"], onehot: Float[np.ndarray, "n c"]
-) -> Float[np.ndarray, "m c"]:
-    """Returns h'Y, of some rows at a time in float32, summed in float64."""
+def _sums(hidden: np.ndarray, onehot: np.ndarray) -> Float[np.ndarray, "m c"]:
+    """Returns h'Y: products of some rows in float32, sums in float64."""
     total = np.zeros((hidden.shape[1], onehot.shape[1]))
     for start in range(0, len(hidden), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
@@ -247,47 +240,34 @@ def _hidden(
     return jnp.maximum(products(features, projection.T), 0.0)
 
 
-def gelu_features(
-    matrix: Float[Array, "d m"], features: Float[Array, "n d"]
-) -> Float[Array, "n m"]:
-    """Returns gelu(g R), with the exact gelu."""
-    return jax.nn.gelu(products(features, matrix.T), approximate=False)
-
-
-def _ridge_scores(
-    fitted: tuple[Float[Array, "d m"] | None, Float[Array, "m classes"]],
-    features: Float[Array, "n d"],
-) -> Float[Array, "n classes"]:
+def _ridge_scores(fitted: Any, features: Float[Array, "n d"]) -> Float[Array, "n classes"]:
     projection, weight = fitted
     return products(_hidden(projection, features), weight.T)
 
 
-def _pulled(
-    fitted: tuple[list[Float[Array, "d m"]], list[Float[Array, "m d"]]],
-    features: Float[Array, "n d"],
-) -> Float[Array, "n m"]:
-    """AnaCP's step 2 and the random features of step 3."""
+def gelu_features(matrix: Float[Any, "d m"], features: Float[Array, "n d"]) -> Float[Array, "n m"]:
+    """Returns gelu(g R), with the exact gelu."""
+    return jax.nn.gelu(products(features, matrix.T), approximate=False)
+
+
+def _pulled(fitted: Any, features: Float[Array, "n d"]) -> Float[Array, "n m"]:
+    """Returns the random features of AnaCP's step 3, after its step 2."""
     (*inner, outer), maps = fitted
-    outputs = [
-        unit(products(gelu_features(matrix, features), theta.T))
-        for matrix, theta in zip(inner, maps, strict=True)
-    ]
+    pairs = zip(inner, maps, strict=True)
+    outputs = [unit(products(gelu_features(a, features), theta.T)) for a, theta in pairs]
     return gelu_features(outer, jnp.mean(jnp.stack(outputs), axis=0))
 
 
-def _anacp_scores(
-    fitted: tuple[list[Float[Array, "d m"]], list[Float[Array, "m d"]], Float[Array, "m classes"]],
-    features: Float[Array, "n d"],
-) -> Float[Array, "n classes"]:
-    *steps, weight = fitted
-    return products(_pulled((steps[0], steps[1]), unit(features)), weight.T)
+def _anacp_scores(fitted: Any, features: Float[Array, "n d"]) -> Float[Array, "n classes"]:
+    matrices, maps, weight = fitted
+    return products(_pulled((matrices, maps), unit(features)), weight.T)
 
 
 def solve_ridge(
     gram: Float[np.ndarray, "m m"], ridge: float, targets: Float[np.ndarray, "m c"]
 ) -> Float[np.ndarray, "m c"]:
     """Returns (G + lambda I)^-1 Q in float64."""
-    shifted = np.array(gram, order="F")  # As LAPACK has it; else it would make a copy of its own.
+    shifted = np.array(gram, order="F")  # LAPACK would copy another order.
     shifted[np.diag_indices_from(shifted)] += ridge
     try:
         factor = scipy.linalg.cho_factor(shifted, overwrite_a=True)
