@@ -296,7 +296,6 @@ def _run(options: argparse.Namespace) -> None:
     options.output = str(check_writable_file("--output", options.output, ".csv", ".jsonl"))
     if options.html is not None:
         options.html = str(check_writable_file("--html", options.html, ".html"))
-        report.require_packages()
     run = fdc_jax.open_run(options.workdir, weights=options.weights, learner=options.learner)
     predictions = Predictions(run, options.images, options.top, options.method)
     images = counted(len(predictions.images), "image")

@@ -1,6 +1,5 @@
 """The command `fdc`, from the checkout and from a wheel."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -13,8 +12,7 @@ import pytest
 
 import fdc_jax
 from fdc_jax import __main__ as programs
-from fdc_jax import report
-from fdc_jax.errors import InputError, Program
+from fdc_jax.errors import Program
 from fdc_jax.run import configuration
 from tests import small_runs
 
@@ -100,28 +98,12 @@ def test_configurations_are_found_by_name(given, tmp_path, monkeypatch):
     assert configuration.load(given).benchmark == "digits"
 
 
-def test_the_report_says_what_it_needs(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: sys.modules.get(name))
-    with pytest.raises(InputError, match=r"a report needs jinja2: pip install 'fdc_jax\[report\]'"):
-        report.write([tmp_path], tmp_path / "report")
-    assert not (tmp_path / "report").exists()
-
-
-def test_the_extra_is_what_the_requirements_say():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    core, *rest = (REPOSITORY / "requirements.txt").read_text().splitlines()
-    assert core == "-r requirements-core.txt"
-    wanted = [line for line in rest if not line.startswith("#")]
-    assert project["optional-dependencies"]["report"] == wanted
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel of a clean copy of the repository, built without the network."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
-    kept = ("fdc_jax", "configs", "README.md", "LICENSE", "pyproject.toml", "requirements-core.txt")
+    kept = ("fdc_jax", "configs", "README.md", "LICENSE", "pyproject.toml", "requirements.txt")
     for name in kept:
         if (REPOSITORY / name).is_dir():
             unkept = shutil.ignore_patterns("__pycache__")
@@ -189,3 +171,10 @@ def test_texts_of_others_are_escaped_and_fit_any_encoding():
     )
     assert done.stdout == b"caf\\xe9\n"
     assert done.stderr.splitlines() == [b"t: WARNING: a\\x1b[31mb\\nc", b"t: d\\x1b[31m\\ne"]
+
+
+def test_the_citation_and_the_changelog_name_the_version():
+    version = fdc_jax.__version__
+    assert f"\nversion: {version}\n" in (REPOSITORY / "CITATION.cff").read_text()
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$", changelog, re.MULTILINE)

@@ -54,7 +54,7 @@ def test_the_readme_is_short():
 def test_every_command_is_of_a_kind_that_is_tested_here():
     known = (
         *("-m venv", "pip install", "main.py", "-m pytest", "-m fdc_jax", "-m benchmarks."),
-        *("bin/ruff", "bin/pyright", "bin/mkdocs", "jupyter nbconvert"),
+        *("bin/ruff", "bin/pyright", "bin/mkdocs", "bin/lint-imports", "jupyter nbconvert"),
     )
     for page, text in PAGES.items():
         for line in commands(text):

@@ -99,7 +99,7 @@ def test_notebooks_compile_and_hold_what_their_cells_gave(path):
         compile(transformers.TransformerManager().transform_cell(source), path.name, "exec")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path, tmp_path):
     pytest.importorskip("nbconvert")

@@ -4,7 +4,6 @@ runs (`runs`) -> frames (`quantities`, `frames`, `analysis`) -> tables and figur
 `reference`, `figures`) -> the screen (`console`) and the page (`page`).
 """
 
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,6 @@ from typing import Any
 
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import check_writable_folder, named_path, write_text
-
-
-def require_packages() -> None:
-    """Raises InputError where the extra `report` of the package is not installed."""
-    for name in ("jinja2", "matplotlib"):
-        if importlib.util.find_spec(name) is None:
-            raise InputError(f"a report needs {name}: pip install 'fdc_jax[report]'")
 
 
 def write(
@@ -52,7 +44,6 @@ def write(
         InputError: no folder is usable, a file given is not as expected, or `output` cannot be
             written.
     """
-    require_packages()
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
     import tqdm
 
