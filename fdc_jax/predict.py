@@ -31,7 +31,6 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 
 import fdc_jax
-from fdc_jax import report
 from fdc_jax.calibration import FDC, METHODS, confidence
 from fdc_jax.calibration.calibrator import best_by_task
 from fdc_jax.data import folder
