@@ -227,14 +227,15 @@ class Program(argparse.ArgumentParser):
         raise InputError(message + (nearest(rest.partition("=")[0], flags) if unknown else ""))
 
     def run(
-        self, body: Callable[[argparse.Namespace], None], arguments: Sequence[str] | None
+        self, body: Callable[[argparse.Namespace], int | None], arguments: Sequence[str] | None
     ) -> int:
         """Runs `body` with the options of a command line, `sys.argv` if None; returns a code."""
         words = sys.argv[1:] if arguments is None else list(arguments)
+        code = None
         with Ending(self.title, "--traceback" in words) as ending:
             lists = {it.option_strings[0] for it in self._actions if isinstance(it.default, list)}
             refuse_repeated(words, but=lists)
             options = self.parse_args(words)
             with plain_warnings(self.title, logging.ERROR if options.quiet else logging.WARNING):
-                body(options)
-        return ending.code
+                code = body(options)
+        return ending.code or code or 0

@@ -4,8 +4,8 @@ A run is a process of `fdc run` in WORKDIR/BENCHMARK/LEARNER/seed_N, whose lock 
 processes of this command share the work. The exit code is that of the first run that failed.
 """
 
-import contextlib
 import functools
+import itertools
 import logging
 import math
 import multiprocessing
@@ -17,62 +17,42 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import flags
 from tabulate import tabulate
-from tqdm import tqdm
 
 from fdc_jax import errors, learners, report
 from fdc_jax.command import configured
 from fdc_jax.data import archive, benchmarks, cifar100
 from fdc_jax.data import folder as folders
 from fdc_jax.errors import InputError, StopRequest, counted, did_you_mean
-from fdc_jax.machine.files import check_writable_folder, locked
+from fdc_jax.machine.files import InUse, check_writable_folder, holder, locked
 from fdc_jax.model import weights
 from fdc_jax.report import paper
 from fdc_jax.run import configuration, estimate
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.paths import RunPaths
 
-TITLE = "fdc_jax.paper"
-FLAGS = flags.FlagValues()
-for _name, _default, _text in (
-    ("data", None, "folder with the archives or folders of the benchmarks, named as by PILOT"),
-    ("workdir", "runs/paper", "folder of all runs and of the report"),
-    ("benchmarks", ",".join(paper.benchmarks()), "the paper's five, or others such as digits"),
-    ("learners", ",".join(("cumulative_lora", *paper.plugged())), "the paper's nine, or others"),
-    ("seeds", "1,2,3", "training seeds"),
-    ("ray", None, "hand the runs to Ray: of this machine, or of a cluster with --ray=ADDRESS"),
-):
-    flags.DEFINE_string(_name, _default, _text, flag_values=FLAGS)
-flags.DEFINE_float("ray_gpus", 1.0, "GPUs of a run that Ray starts", flag_values=FLAGS)
-for _name, _text in (
-    ("dry_run", "print the plan and end"),
-    ("quiet", "print nothing but errors"),
-    ("traceback", "show where an error arose"),
-):
-    flags.DEFINE_bool(_name, False, _text, flag_values=FLAGS)
-
-# Fields of all runs; the table of logit standardisation needs `ls`.
-_FIELDS = {"--config.calibrators": "fdc,gaussians,ls", "--config.report": "False"}
-# The program of a run, which saves and ends if its parent dies. Linux tells it once for each thread
-# of the parent, and a second SIGTERM would end it at once.
-_PROGRAM = """import ctypes, os, signal, sys
-def end(*_):
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    os.kill(os.getpid(), signal.SIGTERM)
-if sys.platform == "linux":
-    signal.signal(signal.SIGUSR1, end)
-    ctypes.CDLL(None).prctl(1, signal.SIGUSR1)  # PR_SET_PDEATHSIG
+# The table of logit standardisation needs `ls`.
+_FLAGS_OF_ALL = {"--config.calibrators": "fdc,gaussians,ls", "--config.report": "False"}
+# The program of a run: it saves and ends when its standard input ends, as by its parent's death.
+# A scheduler signals parent and child, and a second signal would end the run at once.
+_PROGRAM = f"""import os, signal, sys, threading, time
+def end():
+    os.read(0, 1)
+    time.sleep(3)
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=end, daemon=True).start()
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from fdc_jax.__main__ import main
 main()"""
-_PACKAGES = str(Path(__file__).parents[1])
 _WORKER = ".worker"  # lock of a process of this command; `fdc run` has one of its own
-_GRACE = 3.0  # seconds in which a run may end by a signal that it got itself
 _LOST = 60  # seconds in which the run of a Ray worker that died may end
 
 Outcome = tuple[int, str]  # exit code and last line of a run
@@ -91,25 +71,15 @@ class Run(NamedTuple):
     config: Config  # of any seed
 
     @property
-    def titles(self) -> tuple[str, str, int]:
+    def titles(self) -> tuple[str, str, str]:
         """Benchmark, learner and seed as in tables."""
-        return paper.benchmark_title(self.benchmark), learners.title(self.learner), self.seed
-
-    @property
-    def name(self) -> str:
-        """The same in one line."""
-        return "{}, {}, seed {}".format(*self.titles)
+        benchmark, learner = paper.benchmark_title(self.benchmark), learners.title(self.learner)
+        return benchmark, learner, f"seed {self.seed}"
 
     @property
     def command(self) -> str:
         """The command that repeats the run."""
-        return _command(self.words)
-
-    @property
-    def share_done(self) -> float:
-        """Share of the tasks that are learned."""
-        tasks = len(RunPaths(self.folder).recorded_tasks())
-        return tasks / estimate.size(self.config).tasks
+        return shlex.join(["python", "-m", "fdc_jax", "run", *self.words])
 
     @property
     def results(self) -> dict[str, Any]:
@@ -126,93 +96,68 @@ class Run(NamedTuple):
         return ", ".join(RunPaths(self.folder).differing(fields))
 
     @property
-    def holder(self) -> str:
-        """The process of this command that works on the run, such as `process 7 on host`."""
-        path = self.folder / _WORKER
-        if not path.exists() or not path.stat().st_size:  # The holder writes its name there.
-            return ""
-        try:
-            with locked(path):
-                return ""
-        except InputError as error:
-            return str(error).partition(" is in use by ")[2].partition(";")[0]
-
-    @property
     def state(self) -> str:
         """One of done, running, begun, to do, and other: the folder has a run of other settings."""
         if self.other:
             return "other"
         begun = "begun" if RunPaths(self.folder).config_file.exists() else "to do"
-        return "done" if self.results else "running" if self.holder else begun
+        return "done" if self.results else "running" if holder(self.folder / _WORKER) else begun
 
 
 # The plan -----------------------------------------------------------------------------------------
 
 
-def plan(words: Sequence[str]) -> tuple[list[Run], dict[str, str]]:
-    """Returns all runs, the most valuable first, and what is wrong with data, by benchmark.
+def plan(options: Namespace, given: Mapping[str, str]) -> tuple[list[Run], dict[str, str]]:
+    """Returns all runs, the most valuable first, and the missing data by benchmark.
 
     Args:
-        words: `--config.FIELD=VALUE ...`, for all runs.
+        options: of the command line.
+        given: values of the flags `--config.FIELD`, for all runs.
 
     Raises:
         InputError: a name or a field is unknown, or a value is not allowed.
     """
     names, chosen, seeds = (
-        str(FLAGS[name].value).split(",") for name in ("benchmarks", "learners", "seeds")
+        text.split(",") for text in (options.benchmarks, options.learners, options.seeds)
     )
     if not all(map(str.isdecimal, seeds)):
-        raise InputError(f"--seeds: expected whole numbers such as 1,2,3, found {FLAGS.seeds}")
-    own = _FIELDS | dict(word.split("=", 1) for word in words)
-    configs, data, missing = {}, {}, {}
+        raise InputError(f"--seeds: expected whole numbers such as 1,2,3, found {options.seeds}")
+    recognise = functools.cache(weights.recognise)
+    flags, data, missing, configs = _FLAGS_OF_ALL | given, {}, {}, {}
     for benchmark in names:
         if benchmark not in benchmarks.BENCHMARKS:
             raise InputError(did_you_mean("--benchmarks", benchmark, benchmarks.BENCHMARKS))
         try:
-            data[benchmark] = {} if "--config.data.source" in own else _find_data(benchmark)
+            own = "--config.data.source" in given
+            data[benchmark] = {} if own else _find_data(benchmark, options.data)
         except InputError as error:
             data[benchmark], missing[benchmark] = {}, str(error)
-        for learner in chosen:
-            learners.find(learner)
-            config = configured([f"--config={benchmark}:{learner}", *_words(own)])
-            configuration.validate(config)
-            encoder = config.encoder
-            given = encoder.weights, encoder.variant, encoder.heads
-            encoder.variant, variant = _recognised(*given)
-            encoder.image_size = encoder.image_size or variant.image_size
-            configs[benchmark, learner] = config
+    for benchmark, learner in itertools.product(names, chosen):
+        learners.find(learner)
+        config = configured([f"--config={benchmark}:{learner}", *map("=".join, flags.items())])
+        configuration.validate(config)
+        encoder = config.encoder
+        encoder.variant, variant = recognise(encoder.weights, encoder.variant, encoder.heads)
+        encoder.image_size = encoder.image_size or variant.image_size
+        configs[benchmark, learner] = config
     runs = []
-    for seed in seeds:
-        for learner in chosen:
-            for benchmark in names:
-                folder = Path(FLAGS.workdir) / benchmark / learner / f"seed_{seed}"
-                fields = {"--config": f"{benchmark}:{learner}"} | data[benchmark] | own
-                fields |= {"--config.seed": seed, "--workdir": str(folder)}
-                given = benchmark, learner, int(seed), folder, tuple(_words(fields))
-                runs.append(Run(*given, configs[benchmark, learner]))
+    for seed, learner, benchmark in itertools.product(seeds, chosen, names):
+        folder = Path(options.workdir) / benchmark / learner / f"seed_{seed}"
+        of_run = {"--config": f"{benchmark}:{learner}"} | data[benchmark] | flags
+        of_run |= {"--config.seed": seed, "--workdir": str(folder)}
+        words = tuple(map("=".join, of_run.items()))
+        runs.append(Run(benchmark, learner, int(seed), folder, words, configs[benchmark, learner]))
     return runs, missing
 
 
-_recognised = functools.cache(weights.recognise)
-
-
-def _words(fields: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in fields.items()]
-
-
-def _command(words: Sequence[str]) -> str:
-    """Returns the command of a run by the words of its command line."""
-    return shlex.join(["python", "-m", "fdc_jax", "run", *words])
-
-
-def _find_data(benchmark: str) -> dict[str, str]:
+def _find_data(benchmark: str, data: str) -> dict[str, str]:
     """Returns flags that name the data of a benchmark, none of data that a run finds by itself.
 
     Raises:
         InputError: the data are missing, or their files are not those of the benchmark.
     """
-    folder = Path(FLAGS.data or "").expanduser()
-    paths = sorted(folder.iterdir(), key=Path.is_file) if FLAGS.data and folder.is_dir() else []
+    folder = Path(data).expanduser()
+    paths = sorted(folder.iterdir(), key=Path.is_file) if data and folder.is_dir() else []
     file, page = benchmarks.ARCHIVES.get(benchmark, (cifar100.ARCHIVE_NAME, ""))
     for path in paths if benchmark != "digits" else ():
         if benchmark == "cifar100" and path.name == benchmark:
@@ -235,8 +180,7 @@ def measure(runs: Sequence[Run]) -> Machines:
     """Measures this machine, in a process that gives the memory of its devices back at the end."""
     kinds: dict[tuple[Any, ...], dict[tuple[str, str], Config]] = {}
     for run in runs:
-        of_kind = kinds.setdefault(estimate.kind(run.config), {})
-        of_kind[run.benchmark, run.learner] = run.config
+        kinds.setdefault(estimate.kind(run.config), {})[run.benchmark, run.learner] = run.config
     machines = {}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         for kind, configs in kinds.items():
@@ -247,56 +191,51 @@ def measure(runs: Sequence[Run]) -> Machines:
     return machines
 
 
-def hours(runs: Sequence[Run], machines: Machines) -> dict[Path, float]:
-    """Returns the hours of each run by its folder, NaN if unknown.
+def needs(runs: Sequence[Run], machines: Machines) -> list[tuple[float, float]]:
+    """Returns the hours that are left of each run, and its GiB; NaN if unknown, 0 if finished.
 
-    They follow from finished runs of its learner, else of its encoder, else from the machine.
+    Hours follow from finished runs of its learner, else of its encoder, else from the machine.
     """
-    known: dict[tuple[Any, ...], float | None] = {
-        kind: machine.seconds for kind, machine in machines.items()
-    }
-    for run in runs:
-        if (results := run.results) and (speed := estimate.seconds_per_pass(results)):
+    speeds: dict[tuple[Any, ...], float] = {kind: it.seconds for kind, it in machines.items()}
+    finished = [run.results for run in runs]
+    for run, results in zip(runs, finished, strict=True):
+        if results and (speed := estimate.seconds_per_pass(results)):
             kind = estimate.kind(run.config)
-            known[kind] = known[*kind, run.learner] = speed
-    estimates = {}
-    for run in runs:
-        kind, fields = estimate.kind(run.config), configuration.flatten(run.config)
-        speed = known.get((*kind, run.learner)) or known.get(kind) or math.nan
-        estimates[run.folder] = speed * estimate.passes(fields, estimate.size(run.config)) / 3600
+            speeds[kind] = speeds[*kind, run.learner] = speed
+    estimates = []
+    for run, results in zip(runs, finished, strict=True):
+        kind, size = estimate.kind(run.config), estimate.size(run.config)
+        left = 1 - len(RunPaths(run.folder).recorded_tasks()) / size.tasks
+        speed = speeds.get((*kind, run.learner), speeds.get(kind, math.nan))
+        hours = speed * left * estimate.passes(configuration.flatten(run.config), size) / 3600
+        gib = math.nan
+        if machine := machines.get(kind):
+            state = machine.state_bytes[run.benchmark, run.learner]
+            gib = estimate.disk(run.config, size, state, machine.width) / 2**30
+        estimates.append((0.0, 0.0) if results else (hours, gib))
     return estimates
-
-
-def _gib(run: Run, machines: Machines) -> float:
-    machine = machines.get(estimate.kind(run.config))
-    if machine is None:
-        return math.nan
-    state_bytes = machine.state_bytes[run.benchmark, run.learner]
-    return estimate.disk(run.config, estimate.size(run.config), state_bytes, machine.width) / 2**30
 
 
 def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines) -> str:
     """Returns the plan in words: a row per run, missing data, and sums."""
-    of, rows, left = hours(runs, machines), [], [0.0, 0.0]
-    for number, run in enumerate(runs, 1):
-        needed, state = [of[run.folder], _gib(run, machines)], run.state
-        if state == "done":
-            needed = [0.0, 0.0]
-        left = [left[0] + needed[0] * (1 - run.share_done), left[1] + needed[1]]
-        rows.append((number, *run.titles, state, *(f"{n:,.2f}" for n in needed)))
+    estimates, states = needs(runs, machines), [run.state for run in runs]
+    rows = [
+        (number, *run.titles, state, *(f"{amount:,.2f}" for amount in amounts))
+        for number, (run, state, amounts) in enumerate(zip(runs, states, estimates, strict=True), 1)
+    ]
     columns = ("", "benchmark", "learner", "seed", "state", "hours", "GiB")
-    states = [row[4] for row in rows]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     lines = [tabulate(rows, columns, disable_numparse=True), ""]
     lines += [f"missing: {paper.benchmark_title(it)}: {text}" for it, text in missing.items()]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     lines.append(f"{counted(len(runs), 'run')}: {counts}")
     if machines:
-        base = next(it for it in Path(FLAGS.workdir, "x").absolute().parents if it.exists())
-        free = shutil.disk_usage(base).free / 2**30
+        existing = next(it for it in runs[0].folder.absolute().parents if it.exists())
+        free = shutil.disk_usage(existing).free / 2**30
+        hours, gib = map(sum, zip(*estimates, strict=True))
         device = ", ".join({machine.device for machine in machines.values()})
         lines.append(
-            f"left: about {left[0]:,.1f} h on {device}, by finished runs or a timed training step; "
-            f"{left[1]:,.1f} GiB, {free:,.0f} GiB are free"
+            f"left: about {hours:,.1f} h on {device}, by finished runs or a timed training step; "
+            f"{gib:,.1f} GiB, {free:,.0f} GiB are free"
         )
     return "\n".join(lines)
 
@@ -304,132 +243,73 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
 # Work on runs -------------------------------------------------------------------------------------
 
 
-def attempt(
-    words: Sequence[str], folder: Path, watch: Callable[[], None] = lambda: None, cwd: str = "."
-) -> Outcome | None:
-    """Runs `fdc run` to its end; its output goes to `log.txt` in the work directory.
+def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
+    """Runs `fdc run` to its end, with its output in `log.txt` in the work directory.
 
-    Args:
-        words: of its command line.
-        folder: its work directory.
-        watch: called twice a second; if it raises, the run saves and ends.
-        cwd: folder in which it runs.
-
-    Returns:
-        Its outcome; None if another process works on it.
+    Returns None if another process works on the run.
     """
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(locked(folder / _WORKER))
-            with locked(folder / ".lock"):  # of an `fdc run` by hand
+    try:
+        with locked(run.folder / _WORKER):
+            with locked(run.folder / ".lock"):  # of an `fdc run` by hand
                 pass
-        except InputError:
-            return None
-        log = held.enter_context(open(folder / "log.txt", "a+b"))
-        log.write(f"+ {_command(words)}\n".encode())
-        log.flush()
-        path = os.pathsep.join(filter(None, (_PACKAGES, os.environ.get("PYTHONPATH"))))
-        child = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, "run", *words],
-            cwd=cwd,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            while child.poll() is None:
-                watch()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(0.5)
-        except BaseException:
-            # A scheduler signals both processes, and a second signal would end the run at once.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_GRACE)
-            child.terminate()
-            child.wait()
-            raise
-        log.seek(0)
-        last = log.read().decode(errors="replace").rstrip().rpartition("\n")[2]
+            _say(f"{', '.join(run.titles)}: {run.command}", quiet)
+            with open(run.folder / "log.txt", "a+b") as log:
+                log.write(f"+ {run.command}\n".encode())
+                log.flush()
+                child = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, "run", *run.words],
+                    start_new_session=True,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                try:
+                    while child.poll() is None:
+                        stop.poll()
+                        with suppress(subprocess.TimeoutExpired):
+                            child.wait(0.5)
+                finally:
+                    child.communicate()  # closes its standard input, so that it saves and ends
+                log.seek(0)
+                last = log.read().decode(errors="replace").rstrip().rpartition("\n")[2]
+    except InUse:
+        return None
+    except InputError as error:
+        return 2, str(error)
     if child.returncode < 0:
         return 1, f"ended by {signal.Signals(-child.returncode).name}"
     return child.returncode, last
 
 
-class Progress:
-    """Progress of all runs, with the time left: a bar in a terminal, lines elsewhere."""
-
-    def __init__(self, runs: Sequence[Run], machines: Machines, quiet: bool):
-        self._runs, self._machines, self._quiet, self._shown = runs, machines, quiet, 0.0
-        self._hours, self._begun = hours(runs, machines), set()
-        form = "{n_fmt} of {total_fmt} runs |{bar}| {elapsed}{postfix}"
-        hidden = quiet or not sys.stderr.isatty()
-        self._bar = tqdm(total=len(runs), bar_format=form, disable=hidden)
-        self.close = self._bar.close
-
-    def line(self, text: str) -> None:
-        """Prints a line above the bar."""
-        if not self._quiet:
-            tqdm.write(text, file=sys.stderr)
-            sys.stderr.flush()
-
-    def left(self) -> str:
-        """Returns the time left, in words, if the runs in work go on side by side."""
-        todo = [run for run in self._runs if not run.results]
-        spent = sum(self._hours[run.folder] * (1 - run.share_done) for run in todo)
-        seconds = 3600 * spent / max(1, sum(bool(run.holder) for run in todo))
-        time_left = f", about {estimate.duration(seconds)}" if todo and seconds == seconds else ""
-        return f"{counted(len(todo), 'run')} left{time_left}"
-
-    def ended(self, run: Run, outcome: Outcome) -> None:
-        """Prints how a run ended; its time replaces estimates."""
-        self._hours, accuracy = hours(self._runs, self._machines), run.results.get("accuracy", {})
-        said = ", ".join(f"{name} {value:.2f}" for name, value in accuracy.items())
-        said = f"failed: {outcome[1]}" if outcome[0] else said
-        self.line(f"{run.name}: {said}; {self.left()}")
-
-    def look(self, runs: Sequence[Run]) -> None:
-        """Prints the command of a new run; shows all, every five seconds, in a terminal."""
-        for run in runs:
-            if run.folder not in self._begun:
-                self.line(f"{run.name}: {run.command}")
-                self._begun.add(run.folder)
-        if not self._bar.disable and time.monotonic() - self._shown > 5:
-            self._shown = time.monotonic()
-            self._bar.n = sum(bool(run.results) for run in self._runs)
-            shares = (f"{run.name} {100 * run.share_done:.0f} %" for run in runs)
-            self._bar.set_postfix_str("; ".join((*shares, self.left())))
+def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
+    """Returns how a run ended, and what is left if the runs in work go on side by side."""
+    accuracy = run.results.get("accuracy", {})
+    text = ", ".join(f"{name} {value:.2f}" for name, value in accuracy.items())
+    text = f"failed: {outcome[1]}" if outcome[0] else text
+    states = [run.state for run in runs]
+    left = len(runs) - states.count("done")
+    seconds = 3600 * sum(hours for hours, _ in needs(runs, machines))
+    seconds /= max(1, states.count("running"))
+    duration = f", about {estimate.duration(seconds)}" if left and seconds == seconds else ""
+    return f"{', '.join(run.titles)}: {text}; {counted(left, 'run')} left{duration}"
 
 
-def work(runs: Sequence[Run], progress: Progress, stop: StopRequest) -> dict[Path, Outcome]:
+def work(
+    runs: Sequence[Run], machines: Machines, options: Namespace, stop: StopRequest
+) -> dict[Path, Outcome]:
     """Runs, one after the other, whatever no other process works on; returns outcomes."""
     outcomes: dict[Path, Outcome] = {}
-
-    def take() -> bool:
-        """Runs the first run that is free; returns False if there is none."""
-        for run in runs:
-            stop.poll()
-            if run.folder in outcomes or run.results or run.holder:
-                continue
-
-            def watch(run=run) -> None:
-                stop.poll()
-                progress.look([run])
-
-            if (outcome := attempt(run.words, run.folder, watch)) is not None:
-                outcomes[run.folder] = outcome
-                progress.ended(run, outcome)
-                return True
-        return False
-
-    while take():  # from the first one again, as another process may have died
-        pass
+    # From the first one again, as another process may have died.
+    while free := [r for r in runs if r.folder not in outcomes and r.state in ("begun", "to do")]:
+        stop.poll()
+        if outcome := attempt(free[0], stop, options.quiet):
+            outcomes[free[0].folder] = outcome
+            _say(_ending(free[0], outcome, runs, machines), options.quiet)
     return outcomes
 
 
 def work_with_ray(
-    runs: Sequence[Run], progress: Progress, stop: StopRequest
+    runs: Sequence[Run], machines: Machines, options: Namespace, stop: StopRequest
 ) -> dict[Path, Outcome]:
     """Hands all runs to Ray; returns outcomes.
 
@@ -440,20 +320,18 @@ def work_with_ray(
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError("--ray needs Ray: pip install 'fdc_jax[ray]'") from error
-    ray.init(FLAGS.ray or None, log_to_driver=False, logging_level=logging.ERROR)
-    gpus, cwd = ray.cluster_resources().get("GPU", 0.0), os.getcwd()
-    if gpus < FLAGS.ray_gpus:
+    ray.init(options.ray or None, log_to_driver=False, logging_level=logging.ERROR)
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    if gpus < options.ray_gpus:
         raise InputError(
-            f"--ray_gpus: expected at most {gpus:g}, which Ray has, found {FLAGS.ray_gpus:g}"
+            f"--ray_gpus: expected at most {gpus:g}, which Ray has, found {options.ray_gpus:g}"
         )
-    remote = ray.remote(_in_worker).options(num_gpus=FLAGS.ray_gpus, max_retries=3)
-    todo = [run for run in runs if not run.results]
-    pending = {remote.remote(run.words, Path(cwd, run.folder), cwd): run for run in todo}
+    remote = ray.remote(_in_worker).options(num_gpus=options.ray_gpus, max_retries=3)
+    pending = {remote.remote(run, os.getcwd()): run for run in runs if not run.results}
     outcomes: dict[Path, Outcome] = {}
     try:
         while pending:
             stop.poll()
-            progress.look([run for run in pending.values() if run.holder])
             for task in ray.wait([*pending], timeout=1.0)[0]:
                 run = pending.pop(task)
                 try:
@@ -461,7 +339,7 @@ def work_with_ray(
                 except ray.exceptions.RayError as error:
                     outcome = 1, errors.line(error)
                 outcomes[run.folder] = outcome
-                progress.ended(run, outcome)
+                _say(_ending(run, outcome, runs, machines), options.quiet)
     finally:
         for task in pending:
             ray.cancel(task)
@@ -471,10 +349,11 @@ def work_with_ray(
     return outcomes
 
 
-def _in_worker(words: Sequence[str], folder: Path, cwd: str) -> Outcome:
+def _in_worker(run: Run, folder: str) -> Outcome:
     """Runs a run in a worker of Ray; that of a worker that died may still be saving."""
+    os.chdir(folder)
     for _ in range(_LOST):
-        if (outcome := attempt(words, folder, cwd=cwd)) is not None:
+        if outcome := attempt(run, StopRequest()):
             return outcome
         time.sleep(1)
     return errors.CODES[errors.Interrupted], "another process works on it"
@@ -485,46 +364,44 @@ def _in_worker(words: Sequence[str], folder: Path, cwd: str) -> Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, the code of the first run that failed, or an error's."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
     sys.path.append(os.getcwd())  # where a learner of the user's own may lie
-    with errors.Ending(TITLE, "--traceback" in words) as ending, errors.stop_on_signals() as stop:
-        if {"--help", "-h"} & {*words}:
-            print("usage: fdc paper [--data=FOLDER] [--config.FIELD=VALUE ...]")
-            print(FLAGS.get_help())
-            return 0
-        errors.refuse_repeated(words)
-        fields = [word for word in words if word.startswith("--config.")]
-        rest = ["--ray=" if word == "--ray" else word for word in words if word not in fields]
-        if bare := [word for word in fields if "=" not in word]:
-            raise InputError(f"expected {bare[0]}=VALUE")
-        try:
-            FLAGS.unparse_flags()
-            others = FLAGS(["", *rest])[1:]
-        except flags.Error as error:
-            raise InputError(" ".join(str(error).split())) from error
-        if others:
-            raise InputError(f"unexpected argument {others[0]}")
-        with errors.plain_warnings(TITLE, logging.ERROR if FLAGS.quiet else logging.WARNING):
-            return sweep(fields, stop)
-    return ending.code
+    made = errors.Program(
+        "paper",
+        "Make all runs of the paper and its tables; --config.FIELD=VALUE are those of fdc run.",
+    )
+    add = made.add_argument
+    add("--data", default="", help="folder with the benchmarks' archives or folders, as PILOT's")
+    add("--workdir", default="runs/paper", help="folder of all runs and of the report")
+    five, nine = ",".join(paper.benchmarks()), ",".join(("cumulative_lora", *paper.plugged()))
+    add("--benchmarks", default=five, help="the paper's five, or others such as digits")
+    add("--learners", default=nine, help="the paper's nine, or others")
+    add("--seeds", default="1,2,3", help="training seeds")
+    add("--dry_run", action="store_true", help="print the plan and end")
+    add("--ray", nargs="?", const="", metavar="ADDRESS", help="hand the runs to Ray")
+    add("--ray_gpus", type=float, default=1.0, help="GPUs of a run that Ray starts")
+    fields = [word for word in words if word.startswith("--config.")]
+    rest = [word for word in words if not word.startswith("--config.")]
+    with errors.stop_on_signals() as stop:
+        return made.run(lambda options: sweep(options, fields, stop), rest)
 
 
-def sweep(words: Sequence[str], stop: StopRequest) -> int:
+def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     """Plans, runs and reports; returns the code of the first run that failed, or 0."""
-    check_writable_folder("--workdir", FLAGS.workdir)
-    runs, missing = plan(words)
+    check_writable_folder("--workdir", options.workdir)
+    errors.refuse_repeated(fields)
+    if bare := [word for word in fields if "=" not in word]:
+        raise InputError(f"expected {bare[0]}=VALUE")
+    runs, missing = plan(options, dict(word.split("=", 1) for word in fields))
     usable = [run for run in runs if run.benchmark not in missing and not run.other]
     todo = [run for run in usable if not run.results]
-    machines = measure(runs) if todo or FLAGS.dry_run else {}
-    if not FLAGS.quiet:
+    machines = measure(runs) if todo or options.dry_run else {}
+    if not options.quiet:
         print(describe(runs, missing, machines), flush=True)
-    if FLAGS.dry_run:
+    if options.dry_run:
         return 0
-    outcomes: dict[Path, Outcome] = {}
-    if todo:
-        with contextlib.closing(Progress(usable, machines, FLAGS.quiet)) as progress:
-            by = work if FLAGS.ray is None else work_with_ray
-            outcomes = by(usable, progress, stop)
+    by = work if options.ray is None else work_with_ray
+    outcomes = by(usable, machines, options, stop) if todo else {}
     for run in runs:
         if run not in usable:
             other = f"the folder has another run: {run.other}"
@@ -532,26 +409,21 @@ def sweep(words: Sequence[str], stop: StopRequest) -> int:
     failed = [run for run in runs if outcomes.get(run.folder, (0, ""))[0]]
     for run in failed:
         code, text = outcomes[run.folder]
-        _say(f"failed with code {code}: {run.name}: {text} ({run.folder})")
-    running = [run for run in usable if not run.results and run.holder]
+        _say(f"failed with code {code}: {', '.join(run.titles)}: {text} ({run.folder})")
+    running = [run for run in usable if run.state == "running"]
     for run in running:
-        _say(f"still running: {run.name}, by {run.holder}")
-    if not running and any(run.results for run in usable):
-        _report(usable)
+        _say(f"still running: {', '.join(run.titles)}, by {holder(run.folder / _WORKER)}")
+    done = [RunPaths(run.folder).results_file for run in usable if run.results]
+    if done and not running:
+        page = Path(options.workdir, "report", "report.html")
+        with locked(Path(options.workdir, _WORKER), wait=True):
+            if not page.exists() or page.stat().st_mtime < max(it.stat().st_mtime for it in done):
+                report.write([options.workdir], page.parent, quiet=options.quiet)
+        if not options.quiet:
+            print(f"report: {page}")
     return outcomes[failed[0].folder][0] if failed else 0
 
 
-def _report(runs: Sequence[Run]) -> None:
-    """Writes the report of all finished runs, unless it is newer than they are."""
-    page = Path(FLAGS.workdir, "report", "report.html")
-    files = [RunPaths(run.folder).results_file for run in runs if run.results]
-    newest = max(file.stat().st_mtime for file in files)
-    with locked(Path(FLAGS.workdir, _WORKER), wait=True):
-        if not page.exists() or page.stat().st_mtime < newest:
-            report.write([FLAGS.workdir], page.parent, quiet=FLAGS.quiet)
-    if not FLAGS.quiet:
-        print(f"report: {page}")
-
-
-def _say(text: str) -> None:
-    print(f"{TITLE}: {text}", file=sys.stderr, flush=True)
+def _say(text: str, quiet: bool = False) -> None:
+    if not quiet:
+        print(f"fdc_jax.paper: {text}", file=sys.stderr, flush=True)

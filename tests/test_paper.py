@@ -1,5 +1,6 @@
 """The command for all runs of the paper: plan, runs in processes of their own, several workers."""
 
+import argparse
 import itertools
 import os
 import re
@@ -60,7 +61,7 @@ def test_the_plan_has_135_runs_the_most_valuable_first(tmp_path, monkeypatch, ca
     found = [row[1:4] for row in rows(plan)]
     titles = [benchmarks.BENCHMARKS[name].title for name in paper.paper.benchmarks()]
     learned = [paper.learners.title(name) for name in NINE.split()]
-    assert found == [[b, n, s] for s in "123" for n in learned for b in titles]
+    assert found == [[b, n, f"seed {s}"] for s in "123" for n in learned for b in titles]
     assert len(found) == 135
     missing = [line for line in plan.splitlines() if line.startswith("missing: ")]
     (of_r, of_omni) = missing
@@ -87,23 +88,26 @@ def test_the_plan_says_what_is_done(whole, half, tmp_path, cache, monkeypatch, c
 
 
 def test_hours_follow_from_finished_runs(whole, tmp_path):
-    paper.FLAGS.unparse_flags()
-    paper.FLAGS(["", *DIGITS, f"--workdir={tmp_path}"])
-    runs, _ = paper.plan([*SMALL, "--config.calibrators=fdc,gaussians"])
-    assert all(each != each for each in paper.hours(runs, {}).values())
-    shutil.copytree(whole, runs[0].folder)
-    longer, _ = paper.plan(
-        [*SMALL, "--config.calibrators=fdc,gaussians", "--config.train.epochs=4"]
+    options = argparse.Namespace(
+        data="", benchmarks="digits", learners="cumulative_lora,sd_lora", seeds="1,2"
     )
-    of_run, of_longer = paper.hours(runs, {}), paper.hours([runs[0], *longer[1:]], {})
+    options.workdir = str(tmp_path)
+    given = dict(word.split("=", 1) for word in SMALL)
+    given["--config.calibrators"] = "fdc,gaussians"
+    runs, _ = paper.plan(options, given)
+    assert all(hours != hours for hours, _ in paper.needs(runs, {}))
+    shutil.copytree(whole, runs[0].folder)
+    longer, _ = paper.plan(options, given | {"--config.train.epochs": "4"})
+    needed, needed_longer = paper.needs(runs, {}), paper.needs([runs[0], *longer[1:]], {})
+    assert needed[0] == (0, 0)
     timing = small_runs.results(whole)["timing"]
     parts = ("training", "compile", "test_extraction")
     parts += tuple(f"{view}_extraction" for view in ("adapted", "pretrained", "previous"))
     spent = sum(timing[f"{part}_seconds"] for part in parts)
     spent += sum(timing["fit_seconds"].values()) + sum(timing["score_seconds"].values())
-    assert of_run[runs[0].folder] * 3600 == pytest.approx(spent)
+    assert needed[1][0] * 3600 == pytest.approx(spent)
     # Two epochs of 120 images, and 120 + 0.5 * 60 * 1.5 forward passes as half of one.
-    ratio = of_longer[longer[1].folder] / of_run[runs[1].folder]
+    ratio = needed_longer[1][0] / needed[1][0]
     assert ratio == pytest.approx((4 * 120 + 120 + 45) / (2 * 120 + 120 + 45))
 
 
@@ -115,7 +119,7 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
         (["--seeds=one"], "--seeds: expected whole numbers such as 1,2,3, found one"),
         (["--config.train.epoch=3"], "--config: no such field: .*epoch"),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
-        (["--workdirs=x"], "Unknown command line flag 'workdirs'"),
+        (["--workdirs=x"], "unrecognized arguments: --workdirs=x; did you mean --workdir"),
     ],
 )
 def test_mistakes_end_with_a_line(words, message, capsys, tmp_path):

@@ -125,7 +125,7 @@ class FeatureCache:
         with contextlib.suppress(InputError, KeyError):
             arrays = files.read_npz(self._path(name, indices))
             found = Extraction(arrays["features"], float(arrays["seconds"]), from_cache=True)
-        return found if processes.agreed(found is not None) else None
+        return found if all(processes.all_values(lambda: found is not None)) else None
 
     def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
         """Writes features of these images to the cache."""

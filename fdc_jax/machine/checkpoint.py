@@ -50,28 +50,24 @@ class Checkpoints:
         if self._read_only and not self._folder.is_dir():
             raise InputError(f"{self._folder}: expected a checkpoint of the run, found no folder")
         self._folder.mkdir(parents=True, exist_ok=True)
+        first_alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=False,
             cleanup_tmp_directories=not self._read_only,
             create=False,
             read_only=self._read_only,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                primary_host=0, active_processes={0}
-            ),
+            multiprocessing_options=first_alone,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
-        """Writes a checkpoint; it exists as a whole when this returns, or not at all.
+        """Writes a checkpoint, whole or not at all; raises InputError if the disk refuses.
 
         Args:
             number: larger than every number before.
             tree: arrays.
             cursor: the point in the run that the tree belongs to; JSON values.
-
-        Raises:
-            InputError: the disk refuses the write.
         """
         self._write(number, jax.tree.map(np.asarray, devices.to_host(tree)), cursor)
 
@@ -89,9 +85,8 @@ class Checkpoints:
             self._manager.save(number, args=items, force=True)
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
-            ) from error
+            text = f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
+            raise InputError(text) from error
         # Orbax reads most flipped bits without an error.
         write_manifest(self._folder / str(number))
 
@@ -165,12 +160,8 @@ class Checkpoints:
         aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
         while aside.exists():
             aside = aside.with_name(f"{aside.name}_again")
-        _log.warning(
-            "checkpoint %s is unusable (%s); moved to %s, going back to the one before it",
-            path,
-            reason,
-            aside.name,
-        )
+        text = "checkpoint %s is unusable (%s); moved to %s, going back to the one before it"
+        _log.warning(text, path, reason, aside.name)
         os.replace(path, aside)
         self._manager.reload()
 

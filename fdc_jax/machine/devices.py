@@ -56,7 +56,7 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
-    """RunPaths values that every process has, each on the devices of its own."""
+    """Puts values that every process has on the devices of each."""
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     # `device_put` would compare the values of all processes.

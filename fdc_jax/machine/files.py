@@ -27,20 +27,8 @@ from fdc_jax.errors import InputError, escaped
 _log = logging.getLogger(__name__)
 
 
-def named_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Returns a path that the user gave, with `~` expanded; InputError if it is empty."""
-    if not os.fspath(path):
-        raise InputError(f"{name}: expected a path, found none")
-    return Path(path).expanduser()
-
-
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a regular file for reading.
-
-    Raises:
-        InputError: the path is a folder, a FIFO or a device, which could give bytes without end.
-        OSError: as of `open`.
-    """
+    """Opens a regular file for reading; InputError for a folder, FIFO or device (endless bytes)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -48,11 +36,17 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     return open(descriptor, "rb")
 
 
+def sha256(path: str | os.PathLike[str]) -> str:
+    """Returns the SHA-256 of a regular file as 64 hexadecimal digits."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Opens a temporary binary file and renames it to `path` when the block succeeds.
+    """Opens a temporary binary file and renames it to `path` if the block succeeds.
 
-    The folder is made when missing. On any error an existing `path` keeps its old content.
+    The folder is made if it is missing. After any error an existing `path` has its old content.
 
     Raises:
         InputError: the file system refuses the write (full disk, no permission).
@@ -61,16 +55,16 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def user_cache() -> Path:
@@ -88,25 +82,31 @@ def private_folder(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary folder and renames it to `folder`, which is none yet, at the end.
-
-    After a kill, the same call starts afresh.
-
-    Raises:
-        InputError: the file system refuses.
-    """
+    """Yields a temporary folder and renames it to `folder` at the end, as `write_atomically`."""
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        try:
-            yield unfinished
-            os.rename(unfinished, folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        yield unfinished
+        os.rename(unfinished, folder)
     except OSError as error:
         raise InputError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+# Locks --------------------------------------------------------------------------------------------
+
+
+class InUse(InputError):
+    """Another process holds a lock."""
+
+    def __init__(self, folder: Path, holder: str):
+        super().__init__(
+            f"{folder} is in use by {holder}; wait for it, stop it or choose another folder"
+        )
+        self.holder = holder
 
 
 @contextlib.contextmanager
@@ -121,21 +121,27 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
         wait: whether to wait for another process that holds the lock.
 
     Raises:
-        InputError: the path is something else, or another process, which is named, holds the lock.
+        InUse: another process holds the lock.
+        InputError: the path is something else.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, flags, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         reason = "a link" if error.errno == errno.ELOOP else error.strerror
         raise InputError(f"{path}: expected a lock, found {reason}") from error
     with open(descriptor, "r+b", buffering=0) as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise InputError(f"{path}: expected a lock, found another kind of file")
         try:
-            _wait_for(file, path, wait)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if not wait:
+                holder = escaped(file.read(200).decode("ascii", "replace").strip())
+                raise InUse(path.parent, holder or "another process") from error
+            _log.warning("waiting for another process that holds %s", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             _log.warning("%s: the file system has no locks; start one process alone there", path)
             yield
@@ -148,19 +154,18 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
             file.truncate(0)
 
 
-def _wait_for(file: IO[bytes], path: Path, wait: bool) -> None:
-    """Takes the lock of an open file."""
+def holder(path: Path) -> str:
+    """Returns the process that holds a lock, such as `process 7 on host`; "" if none does."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        if not wait:
-            holder = printable(file.read(200).decode("ascii", "replace").strip())
-            raise InputError(
-                f"{path.parent} is in use by {holder or 'another process'}; wait for it, stop it "
-                "or choose another folder"
-            ) from error
-        _log.warning("waiting for another process that holds %s", path)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists() and path.stat().st_size:  # A holder writes its name there.
+            with locked(path):
+                pass
+    except InUse as error:
+        return error.holder
+    return ""
+
+
+# Text ---------------------------------------------------------------------------------------------
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -192,18 +197,17 @@ def csv_text(frame: Any, **options: Any) -> str:
     return safe.assign(**{name: safe[name].map(cell) for name in texts}).to_csv(**options)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON, in which no name may occur twice."""
-    if len(names := dict(pairs)) < len(pairs):
-        raise ValueError(f"a name occurs twice among {', '.join(names)}"[:200])
-    return names
-
-
 def read_json(path: Path) -> Any:
-    """Reads a JSON file; raises InputError where it cannot be read."""
+    """Reads a JSON file, in whose objects no name occurs twice; raises InputError."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(names := dict(pairs)) < len(pairs):
+            raise ValueError(f"a name occurs twice among {', '.join(names)}"[:200])
+        return names
+
     try:
         with open_regular(path) as file:
-            return json.loads(file.read().decode("utf-8"), object_pairs_hook=_once)
+            return json.loads(file.read().decode("utf-8"), object_pairs_hook=once)
     except InputError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -234,8 +238,8 @@ def check_manifest(folder: Path, remedy: str) -> None:
     """Compares a folder with its manifest, byte for byte.
 
     Raises:
-        InputError: a file is missing or has changed, or one that is not hidden is not named; the
-            line ends with the remedy.
+        InputError: a file is missing, has changed, or is unnamed and not hidden; ends with the
+            remedy.
     """
     manifest = read_json(folder / MANIFEST)
     digests = manifest.get("sha256") if isinstance(manifest, dict) else None
@@ -249,14 +253,21 @@ def check_manifest(folder: Path, remedy: str) -> None:
     for name, digest in digests.items():
         path = present.get(name)
         if path is None or path.is_symlink() or sha256(path) != digest:
-            raise InputError(f"{folder / printable(name)}: is not what was written; {remedy}")
+            raise InputError(f"{folder / escaped(name)[:80]}: is not what was written; {remedy}")
+
+
+# Paths of the command line ------------------------------------------------------------------------
+
+
+def named_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Returns a path that the user gave, with `~` expanded; InputError if it is empty."""
+    if not os.fspath(path):
+        raise InputError(f"{name}: expected a path, found none")
+    return Path(path).expanduser()
 
 
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
-    """Raises InputError, before any work, if a folder cannot be made or written in.
-
-    The line names the flag that named the folder, such as `--output`, and the obstacle.
-    """
+    """Raises InputError, before any work, if the folder of a flag cannot be made or written in."""
     path = named_path(flag, folder).absolute()
     existing = next(it for it in (path, *path.parents) if os.path.exists(it))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -264,10 +275,7 @@ def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
 
 
 def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str) -> Path:
-    """Returns the path of a file to write; raises InputError, before any work, if it cannot be.
-
-    The InputError names the flag, as that of `check_writable_folder` does.
-    """
+    """Returns the path of a flag's file; InputError, before any work, if it cannot be written."""
     path = named_path(flag, path)
     if path.suffix not in suffixes or path.is_dir():
         ends = " or ".join(suffixes)
@@ -276,29 +284,36 @@ def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str)
     return path
 
 
-def sha256(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 of a regular file as 64 hexadecimal digits."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # Arrays ------------------------------------------------------------------------------------------
-#
-# Pickled objects are never read, and whatever a damaged file does to the parsers becomes one
-# InputError with the file and the array.
 
 
 def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Memory-maps every `.npy` file of a folder, under its name without the suffix.
-
-    Raises:
-        InputError: a file is damaged or holds objects, or there is none.
-    """
+    """Memory-maps every `.npy` file of a folder, by its name without the suffix; InputError."""
     # Names with a leading dot are files still being written.
     files = [file for file in sorted(Path(path).glob("*.npy")) if not file.name.startswith(".")]
     if not files:
         raise InputError(f"{path}: expected .npy files, found none")
     return {file.stem: read_npy(file) for file in files}
+
+
+@contextlib.contextmanager
+def _reading(path: str | os.PathLike[str], suffix: str) -> Iterator[list[str]]:
+    """Turns whatever a damaged file does to a parser into one InputError.
+
+    Yields a list for the name of the array that is being read.
+    """
+    names: list[str] = []
+    try:
+        open_regular(path).close()
+        yield names
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file or folder") from None
+    # Parsers raise a dozen types (BadZipFile, zlib.error, NotImplementedError, UnicodeError,
+    # struct.error, MemoryError, ...).
+    except Exception as error:
+        where = f"{path}: {escaped(names[-1])[:80]}" if names else f"{path}"
+        reason = _reason(error, path)
+        raise InputError(f"{where}: not a readable {suffix} file: {reason}") from error
 
 
 def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
@@ -307,38 +322,28 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
     Raises:
         InputError: the file is absent, damaged, longer or shorter than it says, or holds objects.
     """
-    try:
-        open_regular(path).close()
+    with _reading(path, ".npy"):
         array = np.lib.format.open_memmap(path, mode="r")
         if array.offset + array.nbytes != os.path.getsize(path):
             raise ValueError("it is longer than its header says")
-    except Exception as error:  # Damage surfaces as many types, see read_npz.
-        raise InputError(f"{path}: not a readable .npy file: {_reason(error, path)}") from error
-    return array
+        return array
 
 
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads every array of an `.npz` archive into memory.
-
-    Raises:
-        InputError: the file is absent or damaged, or holds objects.
-    """
+    """Reads every array of an `.npz` archive into memory; raises InputError like `read_npy`."""
     arrays: dict[str, np.ndarray] = {}
-    name = ""
-    try:
-        # Of each array it compares the checksum.
-        with open_regular(path) as file, np.load(file, allow_pickle=False) as archive:
-            for name in archive.files:
+    with _reading(path, ".npz") as names, open_regular(path) as file:
+        with np.load(file, allow_pickle=False) as archive:
+            for name in archive.files:  # Each has a checksum.
+                names.append(name)
                 arrays[name] = np.asarray(archive[name])
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file or folder") from None
-    # A damaged archive makes zipfile, its decompressors and the npy parser raise a dozen types
-    # (BadZipFile, zlib.error, NotImplementedError, UnicodeError, struct.error, MemoryError, ...).
-    except Exception as error:
-        where = f"{path}: {printable(name)}" if name else f"{path}"
-        reason = _reason(error, path)
-        raise InputError(f"{where}: not a readable .npz file: {reason}") from error
     return arrays
+
+
+def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Reads every array of a `.safetensors` file into memory; raises InputError if damaged."""
+    with _reading(path, ".safetensors"):
+        return safetensors.numpy.load_file(path)
 
 
 def write_npy(path: str | os.PathLike[str], array: ArrayLike) -> None:
@@ -353,31 +358,11 @@ def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, ArrayLike]) -> 
         np.savez(file, allow_pickle=False, **{k: np.asarray(v) for k, v in arrays.items()})
 
 
-def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads every array of a `.safetensors` file into memory.
-
-    Raises:
-        InputError: the file is absent or damaged.
-    """
-    try:
-        open_regular(path).close()
-        return safetensors.numpy.load_file(path)
-    except Exception as error:  # As above.
-        raise InputError(
-            f"{path}: not a readable .safetensors file: {_reason(error, path)}"
-        ) from error
-
-
 def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
     """Writes named arrays as `.safetensors`, whole or not at all; PyTorch reads it, too."""
     dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     with write_atomically(path) as file:
         file.write(safetensors.numpy.save(dense, metadata={"format": "pt"}))
-
-
-def printable(text: str, limit: int = 80) -> str:
-    """A text from a file on one line, without control characters, and not too long."""
-    return text.encode("unicode_escape").decode("ascii")[:limit]
 
 
 def foreign(start: bytes) -> str:
@@ -401,4 +386,4 @@ def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
             return "it is damaged, or ends early"
         if "pickle" in str(error) and not start.startswith((b"pk", b"\x93numpy")):
             return "it is neither an archive nor an array"
-    return printable(" ".join(str(error).split()), 200) or type(error).__name__
+    return escaped(" ".join(str(error).split()))[:200] or type(error).__name__

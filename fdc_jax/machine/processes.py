@@ -84,15 +84,32 @@ def joined(where: str | None, ending: Ending) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        gone = lost(error)
-        ending.at_once = gone is not None or not leave()
+        lost = isinstance(error, jax.errors.JaxRuntimeError)
+        lost = lost and "RESOURCE_EXHAUSTED" not in str(error)
+        ending.at_once = lost or not _leave()
         ending.silent = number > 0 and not ending.at_once
         if number:
             ending.title += f": process {number}"
-        if gone:
-            raise Interrupted(gone) from error
+        if lost:
+            text = f"lost another process of this run ({line(error)}); start all of them again"
+            raise Interrupted(text) from error
         raise
-    leave()
+    _leave()
+
+
+def _leave() -> bool:
+    """Leaves the others; if not all do so soon, returns False: the caller must end at once."""
+    from jax._src import distributed
+
+    try:
+        # The barrier within `shutdown` would end this process if the others stayed away.
+        # JAX has no public barrier with a time limit.
+        client: Any = distributed.global_state.client
+        client.wait_at_barrier("fdc_jax/leave", LEAVING_SECONDS * 1000)
+        jax.distributed.shutdown()
+    except RuntimeError:
+        return False
+    return True
 
 
 def count() -> int:
@@ -110,26 +127,55 @@ def is_first() -> bool:
     return index() == 0
 
 
+def all_values(function: Callable[[], Any], takes_part: bool = True) -> list[Any]:
+    """Returns a function's JSON values on all processes; raises on all what it raised on any.
+
+    The value of a process that takes no part is None.
+    """
+    if count() == 1:
+        return [function()]
+    own: dict[str, Any] = {"value": None}
+    failure: Exception | None = None
+    try:
+        own["value"] = function() if takes_part else None
+    except Exception as error:
+        if getattr(error, "shared", False):
+            raise
+        failure = error
+        own |= {"kind": type(error).__name__, "text": str(error)}
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(text.size)))
+    # Few lengths, as each is another program.
+    padded = np.zeros(1 << max(10, int(sizes.max() - 1).bit_length()), np.uint8)
+    padded[: text.size] = text
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    everyone = [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+    for number, answer in enumerate(everyone):
+        if "kind" in answer:
+            if number != index() or failure is None:
+                kind = _KINDS.get(answer["kind"], RuntimeError)
+                prefix = f"process {number}: " if number or kind is RuntimeError else ""
+                failure = kind(f"{prefix}{answer['text']}")
+            failure.shared = True  # pyright: ignore[reportAttributeAccessIssue]
+            raise failure
+    return [answer["value"] for answer in everyone]
+
+
 def on_first(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function run on process 0 alone; its JSON value, or its exception, reaches all."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:
-        return _run(lambda: function(*arguments, **options), is_first())[0]
+        return all_values(lambda: function(*arguments, **options), is_first())[0]
 
     return run
 
 
 def together(function: Callable[[], Any]) -> Any:
-    """Runs a function on every process and returns its value there; raises on all what any did."""
+    """Returns any value of a function on every process there; raises like `all_values`."""
     result: list[Any] = []
-    _run(lambda: result.append(function()), True)
+    all_values(lambda: result.append(function()))
     return result[0]
-
-
-def agreed(holds: bool) -> bool:
-    """Returns True if something holds on every process."""
-    return all(_run(lambda: bool(holds), True))
 
 
 def from_first(
@@ -146,23 +192,19 @@ def from_first(
         arrays.update(own)
         return {name: [str(a.dtype), list(a.shape)] for name, a in own.items()}
 
-    described = _run(describe, is_first())[0]
-    return described and {
-        name: _broadcast(arrays.get(name, np.zeros(shape, jnp.dtype(dtype))))
-        for name, (dtype, shape) in described.items()
-    }
-
-
-def _broadcast(array: np.ndarray) -> np.ndarray:
-    """As bytes: sums of floats would turn -0 into 0."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    received = np.asarray(multihost_utils.broadcast_one_to_all(flat), np.uint8)
-    return received.view(array.dtype).reshape(array.shape)
+    described = all_values(describe, is_first())[0]
+    for name, (dtype, shape) in (described or {}).items():
+        array = arrays.get(name, np.zeros(shape, jnp.dtype(dtype)))
+        # As bytes: sums of floats would turn -0 into 0.
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        received = np.asarray(multihost_utils.broadcast_one_to_all(flat), np.uint8)
+        arrays[name] = received.view(array.dtype).reshape(array.shape)
+    return None if described is None else arrays
 
 
 def check_same(values: dict[str, Any]) -> None:
     """Raises InputError on all processes when JSON values by name differ between them."""
-    first, *others = _run(lambda: values, True)
+    first, *others = all_values(lambda: values)
     for number, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
@@ -170,42 +212,6 @@ def check_same(values: dict[str, Any]) -> None:
                     f"process {number} has {name} {other.get(name)!r}, process 0 has "
                     f"{first.get(name)!r}; expected the same on all"
                 )
-
-
-def _run(function: Callable[[], Any], takes_part: bool) -> list[Any]:
-    """Returns the values of all processes, None for those that take no part."""
-    if count() == 1:
-        return [function()]
-    own: dict[str, Any] = {"value": None}
-    failure: Exception | None = None
-    try:
-        own["value"] = function() if takes_part else None
-    except Exception as error:
-        if getattr(error, "shared", False):
-            raise
-        failure = error
-        own |= {"kind": type(error).__name__, "text": str(error)}
-    everyone = _exchange(own)
-    for number, answer in enumerate(everyone):
-        if "kind" in answer:
-            if number != index() or failure is None:
-                kind = _KINDS.get(answer["kind"], RuntimeError)
-                prefix = f"process {number}: " if number or kind is RuntimeError else ""
-                failure = kind(f"{prefix}{answer['text']}")
-            failure.shared = True  # pyright: ignore[reportAttributeAccessIssue]
-            raise failure
-    return [answer["value"] for answer in everyone]
-
-
-def _exchange(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns what every process said."""
-    said = np.frombuffer(json.dumps(own).encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(said.size)))
-    # Few lengths, as each is another program.
-    padded = np.zeros(1 << max(10, int(sizes.max() - 1).bit_length()), np.uint8)
-    padded[: said.size] = said
-    everyone = np.asarray(multihost_utils.process_allgather(padded))
-    return [json.loads(bytes(row[:size])) for row, size in zip(everyone, sizes, strict=True)]
 
 
 class Agreement:
@@ -220,32 +226,6 @@ class Agreement:
     def __call__(self, number: int) -> int:
         """Returns what has been agreed so far, given this process's own number."""
         if not self._agreed and self._calls % AGREE_EVERY == 0:
-            self._agreed = max(_run(lambda: number, True))
+            self._agreed = max(all_values(lambda: number))
         self._calls += 1
         return self._agreed
-
-
-def leave() -> bool:
-    """Leaves the other processes; where not all do so soon (False), the caller must end at once."""
-    if count() == 1:
-        return True
-    from jax._src import distributed
-
-    try:
-        # The barrier within `shutdown` would end this process if the others stayed away.
-        # JAX has no public barrier with a time limit.
-        client: Any = distributed.global_state.client
-        client.wait_at_barrier("fdc_jax/leave", LEAVING_SECONDS * 1000)
-        jax.distributed.shutdown()
-    except RuntimeError:
-        return False
-    return True
-
-
-def lost(error: Exception) -> str | None:
-    """Returns what to tell the user when an error means that another process has gone."""
-    if count() == 1 or not isinstance(error, jax.errors.JaxRuntimeError):
-        return None
-    if "RESOURCE_EXHAUSTED" in str(error):
-        return None
-    return f"lost another process of this run ({line(error)}); start all of them again"

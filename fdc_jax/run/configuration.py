@@ -12,8 +12,7 @@ from flax import traverse_util
 
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
-from fdc_jax.errors import InputError, did_you_mean, line, nearest, origin
-from fdc_jax.machine.files import printable
+from fdc_jax.errors import InputError, did_you_mean, escaped, line, nearest, origin
 from fdc_jax.run import base, loggers
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -158,7 +157,7 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
                 given = tuple(value) if isinstance(value, list) else value
                 config.update_from_flattened_dict({field: given})
             except (TypeError, ValueError) as error:
-                raise InputError(f"config.{field}: {printable(line(error), 200)}") from error
+                raise InputError(f"config.{field}: {escaped(line(error))}") from error
         elif field.startswith("learner.") and isinstance(value, bool | int | float | str):
             others[field] = value  # an option of a learner outside the package
     _check_values(config, others)

@@ -20,11 +20,11 @@ from fdc_jax.calibration import Calibrator
 from fdc_jax.data import sources
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.task_stream import TaskStream
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, escaped
 from fdc_jax.learners import Replaced
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import check_manifest, printable, read_npz, read_safetensors
+from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
 from fdc_jax.model.weights import by_checksum as weights_by_checksum
 from fdc_jax.run import setup as setups
@@ -208,7 +208,7 @@ class Run(RunPaths):
         for name in sorted(found.keys() | expected.keys()):
             if found.get(name) != expected.get(name):
                 raise InputError(
-                    f"{self.merged_file}: {printable(name)}: expected "
+                    f"{self.merged_file}: {escaped(name)[:80]}: expected "
                     f"{expected.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
                 )
 
@@ -280,7 +280,7 @@ class Run(RunPaths):
             whole = column.dtype.kind in "iu" and column.shape == (rows,)
             if limit and not (whole and np.all((column >= 0) & (column < limit))):
                 raise InputError(
-                    f"{self.predictions_file}: {printable(name)}: expected {rows} whole numbers "
+                    f"{self.predictions_file}: {escaped(name)[:80]}: expected {rows} whole numbers "
                     f"below {limit}, found {column.dtype}{[*column.shape]}"
                 )
         if "label" not in columns:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import msgspec
 from msgspec import Meta
 
-from fdc_jax.errors import CONTROL, InputError
-from fdc_jax.machine.files import printable
+from fdc_jax.errors import CONTROL, InputError, escaped
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
@@ -148,7 +147,7 @@ def check(value: Any, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise InputError(printable(str(error), 300)) from error
+        raise InputError(escaped(str(error))[:300]) from error
 
 
 def check_results(results: Mapping[str, Any]) -> None:
