@@ -107,7 +107,7 @@ class Run(NamedTuple):
 # The plan -----------------------------------------------------------------------------------------
 
 
-def plan(options: Namespace, given: Mapping[str, str]) -> tuple[list[Run], dict[str, str]]:
+def plan(options: Namespace, given: dict[str, str]) -> tuple[list[Run], dict[str, str]]:
     """Returns all runs, the most valuable first, and the missing data by benchmark.
 
     Args:
