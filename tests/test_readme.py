@@ -48,7 +48,7 @@ def arguments_of(program, pages=PAGES):
 
 
 def test_the_readme_is_short():
-    assert len(README.split()) <= 1200
+    assert len(README.split()) <= 900
 
 
 def test_every_command_is_of_a_kind_that_is_tested_here():
