@@ -145,7 +145,7 @@ def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
 
 # Exit codes, and lines of errors without a message of their own; 75 (EX_TEMPFAIL): the same command
 # resumes. Standard output that is closed, as by `... | head`, needs no line.
-_OUTCOMES: dict[type[BaseException], tuple[int, str | None]] = {
+OUTCOMES: dict[type[BaseException], tuple[int, str | None]] = {
     InputError: (2, None),
     MemoryError: (2, "out of memory"),
     TrainingError: (3, None),
@@ -158,7 +158,7 @@ _OUTCOMES: dict[type[BaseException], tuple[int, str | None]] = {
 
 def outcome(error: BaseException) -> tuple[int, str] | None:
     """Returns the exit code and the line of an error, or None for a mistake in the program."""
-    for kind, (code, text) in _OUTCOMES.items():
+    for kind, (code, text) in OUTCOMES.items():
         if isinstance(error, kind):
             own = line(error) if isinstance(error, OSError) else str(error)
             return code, (own or type(error).__name__) if text is None else text
