@@ -152,7 +152,7 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
     config: Any = base.get_config(sources.name_of(benchmark, ""))
     fields, others = flatten(config), {}
     for field, value in saved.items():
-        if field in fields.keys() - OF_A_HOST:
+        if field in fields.keys() - OF_A_HOST and value is not None:
             try:
                 given = tuple(value) if isinstance(value, list) else value
                 config.update_from_flattened_dict({field: given})
@@ -166,7 +166,7 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raises InputError if a value is not allowed; `others` are further options of a learner."""
-    flat = flatten(config) | others
+    flat = {**flatten(config), **others}
 
     def refuse(field: str, expected: str) -> None:
         raise InputError(f"config.{field}: expected {expected}, found {flat[field]!r}")

@@ -25,12 +25,11 @@ from fdc_jax.run.setup import Setup
 
 _TIMED_SECONDS = 3.0  # of training steps after the one that compiles
 _FEW_IMAGES = 4  # of a step on a processor, whose speed depends little on their number
-# Parts of a run's time, under their names in `results.json`: numbers, and dictionaries of numbers.
+# Parts of a run's time, under their names in `results.json`; those of calibrators are by name.
 _PARTS = (
     *("training", "compile", "adapted_extraction", "pretrained_extraction"),
-    *("previous_extraction", "test_extraction"),
+    *("previous_extraction", "test_extraction", "fit", "score"),
 )
-_PARTS_BY_CALIBRATOR = ("fit", "score")
 
 
 class Size(NamedTuple):
@@ -42,19 +41,12 @@ class Size(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The speed of this machine, and what else only a process with its devices knows.
+    """The speed of this machine, and what else only a process with its devices knows."""
 
-    Attributes:
-        seconds: seconds of a pass.
-        state_bytes: bytes of a learner's state, by the key of its configuration.
-        width: of the encoder's features.
-        device: number and kind of the devices.
-    """
-
-    seconds: float
-    state_bytes: dict[Any, int]
-    width: int
-    device: str
+    seconds: float  # of a pass
+    state_bytes: dict[Any, int]  # of a learner's state, by the key of its configuration
+    width: int  # of the encoder's features
+    device: str  # number and kind of the devices
 
 
 def task_sizes(config: Config) -> tuple[int, ...]:
@@ -88,13 +80,11 @@ def passes(fields: Mapping[str, Any], of: Size) -> float:
 
 def seconds_per_pass(results: Mapping[str, Any]) -> float | None:
     """Returns the seconds of a pass of a finished run; None if its times are unknown."""
-    timing = results["timing"]
-    if timing is None:
+    if (timing := results["timing"]) is None:
         return None
-    spent = sum(timing[f"{part}_seconds"] for part in _PARTS)
-    spent += sum(sum(timing[f"{part}_seconds"].values()) for part in _PARTS_BY_CALIBRATOR)
+    seconds = sum(jax.tree.leaves([timing[f"{part}_seconds"] for part in _PARTS]))
     counts = (results[f"num_{name}"] for name in ("train_images", "test_images", "tasks"))
-    return spent / passes(results["config"], Size(*counts))
+    return seconds / passes(results["config"], Size(*counts))
 
 
 def disk(config: Config, of: Size, state_bytes: int, width: int) -> int:
@@ -113,26 +103,22 @@ def kind(config: Config) -> tuple[Any, ...]:
 def machine(configs: Mapping[Any, Config]) -> Machine:
     """Times the first learner with random weights; needs neither data nor downloads.
 
-    Takes the memory of the devices, so that a process of its own should call it.
-
-    Args:
-        configs: configurations of one kind, by any key.
+    Takes the memory of the devices, so that a process of its own should call it. The configurations
+    are of one kind, by any key.
     """
     mesh, made = devices.data_mesh(), {}
     for key, config in configs.items():
-        reading = (config.data.input_range, config.precision, config.encoder.attention)
-        given = setups.recognise(config), config.encoder.image_size, *reading
-        model = vit.build(*given, cudnn=devices.have_cudnn(mesh))
+        model = setups.build_model(config, mesh)
         made[key] = setups.make_learner(config, model, task_sizes(config), mesh)
-    key, rng = next(iter(made)), np.random.default_rng(0)
-    first, config = made[key], configs[key]
-    shapes = vit.parameter_shapes(first.setup.model, config.encoder.image_size)
+    (key, learner), *_ = made.items()
+    rng, config = np.random.default_rng(0), configs[key]
     backbone = jax.tree.map(
-        lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)), shapes
+        lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)),
+        vit.parameter_shapes(learner.setup.model, config.encoder.image_size),
     )
-    seconds = seconds_of_image(config, first, devices.replicate(mesh, backbone))
+    seconds = seconds_of_image(config, learner, devices.replicate(mesh, backbone))
     states = {key: state_bytes(learner) for key, learner in made.items()}
-    return Machine(seconds, states, first.setup.variant.width, devices.describe())
+    return Machine(seconds, states, learner.setup.variant.width, devices.describe())
 
 
 def state_bytes(learner: Learner) -> int:
@@ -168,8 +154,8 @@ def describe(setup: Setup, num_seeds: int) -> str:
     image = seconds_of_image(config, learner, setup.backbone)
     seconds = image * passes(configuration.flatten(config), of)
     gib = disk(config, of, state_bytes(learner), learner.setup.variant.width) / 2**30
-    each = f", each of {num_seeds} seeds" * (num_seeds > 1)
-    return f"needs      about {duration(seconds)} and {gib:,.2f} GiB{each}"
+    more = f", each of {num_seeds} seeds" * (num_seeds > 1)
+    return f"needs      about {duration(seconds)} and {gib:,.2f} GiB{more}"
 
 
 def duration(seconds: float) -> str:

@@ -17,7 +17,7 @@ from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.images import RunImages
-from fdc_jax.run.progress import StepLog
+from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
 
@@ -31,31 +31,21 @@ class Work(NamedTuple):
     checkpoints: Checkpoints
     images: RunImages
     log: StepLog
+    progress: Progress
     stop: StopRequest
 
 
 class ResumePoint(NamedTuple):
-    """How far an earlier process got.
+    """How far an earlier process got."""
 
-    Attributes:
-        state: the learner's state.
-        calibrators: the calibrators by name.
-        tasks_done: number of tasks that are trained and fitted.
-        trained_tasks: number of trained tasks; one more if the last one is not fitted.
-        step: number of steps of the next task.
-        timing: seconds of the training of the last task, by kind.
-        trained: the trained leaves after these steps.
-        optimizer: the optimiser's state after these steps.
-    """
-
-    state: Any
-    calibrators: dict[str, Any]
-    tasks_done: int = 0
-    trained_tasks: int = 0
-    step: int = 0
-    timing: Seconds | None = None
-    trained: Any = None
-    optimizer: Any = None
+    state: Any  # the learner's
+    calibrators: dict[str, Any]  # by name
+    tasks_done: int = 0  # number of tasks that are trained and fitted
+    trained_tasks: int = 0  # number of trained tasks; one more if the last one is not fitted
+    step: int = 0  # number of steps of the next task
+    timing: Seconds | None = None  # of the training of the last task, by kind
+    trained: Any = None  # the trained leaves after these steps
+    optimizer: Any = None  # the optimiser's state after these steps
 
 
 def run(setup: Setup, seed: int, point: ResumePoint, work: Work) -> dict[str, Any]:
@@ -65,7 +55,7 @@ def run(setup: Setup, seed: int, point: ResumePoint, work: Work) -> dict[str, An
         TrainingError: a loss is not finite.
         Interrupted: a stop was requested; the same call in a new process resumes.
     """
-    learner, tasks, store, log = setup.learner, setup.tasks, work.store, work.log
+    learner, tasks, store = setup.learner, setup.tasks, work.store
     state, calibrators = point.state, point.calibrators
     for task in range(point.tasks_done, len(tasks.tasks)):
         took, processor = {"previous_extraction_seconds": 0.0}, time.process_time()
@@ -85,15 +75,15 @@ def run(setup: Setup, seed: int, point: ResumePoint, work: Work) -> dict[str, An
         if setup.evaluated[task]:
             record = evaluate(tasks, task, encoder, heads, calibrators, work)  # lines 14 to 20
             took["processor_seconds"] = time.process_time() - processor
-            record["timing"] |= log.timing | took
-            record["peak_memory"] = {"training": log.peak_memory} | memory
+            record["timing"] |= work.log.timing | took
+            record["peak_memory"] = {"training": work.log.peak_memory} | memory
             store.record(record)
-            log.line(evaluation.describe(record, len(tasks.tasks)))
+            work.progress.line(evaluation.describe(record, len(tasks.tasks)))
     for calibrator in calibrators.values():
         calibrator.replace_heads(setups.heads(learner, state, len(tasks.tasks)))
         calibrator.finalize(release=True)
         if calibrator.note:
-            log.line(calibrator.note)
+            work.progress.line(calibrator.note)
     return calibrators
 
 
@@ -155,7 +145,7 @@ def train(setup: Setup, seed: int, task: int, state: Any, point: ResumePoint, wo
     if first > 0:
         trained, optimizer = point.trained, point.optimizer
     batches = work.images.batches(task, epochs, start_step=first)
-    log.begin(task, len(setup.tasks.tasks), epochs, first, batches)
+    log.begin(batches, len(setup.tasks.tasks))
     for step, batch in enumerate(batches, start=first):
         rate = setup.schedule(step // batches.steps_per_epoch, epochs)
         placed = devices.split(mesh, batch)
@@ -191,19 +181,15 @@ def extract(
     of_e0 = views.pretrained
     return features, {
         "adapted_extraction_seconds": views.adapted.seconds,
-        "pretrained_extraction_seconds": 0.0 if of_e0 is None else of_e0.seconds,
-        "pretrained_from_cache": float(of_e0 is not None and of_e0.from_cache),
+        "pretrained_extraction_seconds": of_e0.seconds if of_e0 else 0.0,
+        "pretrained_from_cache": float(bool(of_e0 and of_e0.from_cache)),
     }
 
 
 def fit(
     calibrators: dict[str, Any], features: TaskFeatures
 ) -> tuple[dict[str, Seconds], dict[str, int | None]]:
-    """Fits every calibrator on a task (lines 5 to 13).
-
-    Returns:
-        Their seconds by name, and the bytes by which each raised the device's peak.
-    """
+    """Fits calibrators on a task; returns their seconds, and the rise of the device's peak."""
     took, rises = {}, {}
     for name, calibrator in calibrators.items():
         before, clock = devices.peak_memory(), time.perf_counter()
@@ -234,25 +220,26 @@ def evaluate(
             unlike = 100.0 * float(np.mean(typicality < confidence.UNTYPICAL))
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
-        work.store.keep_predictions(columns, tasks.class_names)
-        work.store.keep_test(*views.arrays, columns["label"], heads)
+        columns["class_names"] = np.array(tasks.class_names)
+        work.store.keep_test(views, columns, heads)
     work.store.event(
         "confusion",  # percentages of images that are routed to an earlier or later task
         task=task,
         earlier={n: 100 * float(np.mean(s.task < true_tasks)) for n, s in scores.items()},
         later={n: 100 * float(np.mean(s.task > true_tasks)) for n, s in scores.items()},
     )
-    extraction = {"images": len(labels), "seconds": views.adapted.seconds}
+    took |= {"test_extraction_images": len(labels)}
+    took |= {"test_extraction_seconds": views.adapted.seconds}
     return {
         "task": task,
         "test_images": len(labels),
-        "labels": {name: evaluation.pack(each.label) for name, each in scores.items()},
+        "labels": {name: evaluation.pack(of.label) for name, of in scores.items()},
         **evaluation.measure(scores, labels, true_tasks, sure),
         "unlike_learned": unlike,
         "components": {
             name: evaluation.accuracy(labels, part.label) for name, part in components.items()
         },
-        "timing": {f"test_extraction_{name}": each for name, each in extraction.items()} | took,
+        "timing": took,
     }
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from fdc_jax.data.batches import Batch, ByteCache, EvaluationBatches, TrainBatches
+from fdc_jax.data.batches import Batch, EvaluationBatches, TrainBatches
 from fdc_jax.features.extraction import Extraction
-from fdc_jax.learners import training
+from fdc_jax.learners.training import TaskImages
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from fdc_jax.run.setup import Setup
@@ -37,46 +37,32 @@ class RunImages:
 
     def __init__(self, setup: Setup, seed: int, poll: Callable[[], None]):
         self._setup, self._seed, self._poll = setup, seed, poll
-        self._mesh = setup.learner.setup.mesh
         # Training images of the current task, in the memory that test images leave.
         self._decoded = setup.test_images.beside()
 
     def batches(self, task: int, epochs: int = 1, start_step: int = 0) -> TrainBatches:
         """Returns the augmented batches of a task from a step on, before they are placed."""
-        tasks, config = self._setup.tasks, self._setup.config
         return TrainBatches(
-            tasks.train,
-            tasks.train_indices[task],
-            tasks.train_labels(task) - tasks.first_position[task],
-            config.train.batch_size,
-            self._seed,
-            task,
-            image_size=config.encoder.image_size,
+            *self._labelled(task),
+            seed=self._seed,
+            task=task,
             epochs=epochs,
             start_step=start_step,
-            crop_scale=tuple(config.data.crop_scale),
-            flip=config.data.flip,
-            workers=config.data.workers,
-            own_rows=self._setup.own_rows["train"],
             decoded=self._decoded,
+            **self._setup.train_batches,
         )
 
-    def of_task(self, task: int) -> training.TaskImages:
+    def of_task(self, task: int) -> TaskImages:
         """Returns the images that a learner may use before and after the steps of a task."""
-        tasks = self._setup.tasks
+        mesh = self._setup.learner.setup.mesh
 
         def placed(batches: Iterable[Batch]) -> Iterator[Batch]:
             for batch in batches:
                 self._poll()
-                yield devices.split(self._mesh, batch)
+                yield devices.split(mesh, batch)
 
-        def plain() -> EvaluationBatches:
-            labels = tasks.train_labels(task) - tasks.first_position[task]
-            indices = tasks.train_indices[task]
-            return self._evaluation(tasks.train, indices, labels, decoded=self._decoded)
-
-        return training.TaskImages(
-            augmented=lambda: placed(self.batches(task)), plain=lambda: placed(plain())
+        return TaskImages(
+            augmented=lambda: placed(self.batches(task)), plain=lambda: placed(self._plain(task))
         )
 
     def previous_features(self, task: int, encoder: Any) -> Extraction:
@@ -84,9 +70,7 @@ class RunImages:
 
         If memory allows, the images stay decoded for the task.
         """
-        tasks = self._setup.tasks
-        indices = tasks.train_indices[task]
-        return self._extract(tasks.train, indices, [encoder], decoded=self._decoded)[0]
+        return self._extract([encoder], self._plain(task))[0]
 
     def train_features(self, task: int, encoder: Any) -> Views:
         """Returns features of a task's training images (Algorithm 1, line 4).
@@ -95,11 +79,10 @@ class RunImages:
         """
         setup, name, encoders = self._setup, f"train_{task:03d}", [encoder]
         indices, cache = setup.tasks.train_indices[task], setup.pretrained_features
-        wanted = setup.config.fdc.pretrained_view_weight > 0
-        pretrained = cache.find(name, indices) if wanted else None
-        if wanted and pretrained is None:
+        pretrained = cache.find(name, indices) if setup.pretrained_view else None
+        if setup.pretrained_view and pretrained is None:
             encoders.append(vit.pretrained_kernels(setup.backbone))
-        adapted, *new = self._extract(setup.tasks.train, indices, encoders, decoded=self._decoded)
+        adapted, *new = self._extract(encoders, self._plain(task))
         for pretrained in new:
             cache.keep(name, indices, pretrained)
         self._decoded.clear()
@@ -107,39 +90,32 @@ class RunImages:
 
     def test_features(self, count: int, encoder: Any) -> Views:
         """Returns features of the first `count` test images (line 14)."""
-        setup, every = self._setup, self._setup.tasks.test_indices
+        setup, indices = self._setup, self._setup.tasks.test_indices
 
-        def extract(encoder: Any, indices: np.ndarray) -> Extraction:
-            test = setup.tasks.test
-            return self._extract(test, indices, [encoder], cache=setup.test_images)[0]
+        def extract(encoder: Any, indices: Int[np.ndarray, " n"]) -> Extraction:
+            options = {"cache": setup.test_images, **setup.evaluation_batches}
+            batches = EvaluationBatches(setup.tasks.test, indices, None, **options)
+            return self._extract([encoder], batches)[0]
 
-        adapted = extract(encoder, every[:count])
-        if setup.config.fdc.pretrained_view_weight == 0:
+        adapted = extract(encoder, indices[:count])
+        if not setup.pretrained_view:
             return Views(adapted, None)
-        pretrained = setup.pretrained_features.find("test", every)
+        pretrained = setup.pretrained_features.find("test", indices)
         if pretrained is None:
-            pretrained = extract(vit.pretrained_kernels(setup.backbone), every)
-            setup.pretrained_features.keep("test", every, pretrained)
+            pretrained = extract(vit.pretrained_kernels(setup.backbone), indices)
+            setup.pretrained_features.keep("test", indices, pretrained)
         return Views(adapted, pretrained._replace(features=pretrained.features[:count]))
 
-    def _extract(
-        self, source: Any, indices: np.ndarray, encoders: list[Any], **caches: ByteCache
-    ) -> list[Extraction]:
-        batches = self._evaluation(source, indices, **caches)
-        return self._setup.extract(self._setup.backbone, encoders, batches, self._poll)
+    def _labelled(self, task: int) -> tuple[Any, ...]:
+        """Returns a task's training images, their indices, and labels within the task."""
+        tasks = self._setup.tasks
+        labels = tasks.train_labels(task) - tasks.first_position[task]
+        return tasks.train, tasks.train_indices[task], labels
 
-    def _evaluation(
-        self, source: Any, indices: np.ndarray, labels: Any = None, **caches: ByteCache
-    ) -> EvaluationBatches:
-        """Images in evaluation preprocessing, with the labels of the source unless others come."""
-        config = self._setup.config
-        return EvaluationBatches(
-            source,
-            indices,
-            labels,
-            config.evaluation.batch_size,
-            image_size=config.encoder.image_size,
-            workers=config.data.workers,
-            own_rows=self._setup.own_rows["evaluation"],
-            **caches,
-        )
+    def _plain(self, task: int) -> EvaluationBatches:
+        """Returns a task's training images in evaluation preprocessing."""
+        options = {"decoded": self._decoded, **self._setup.evaluation_batches}
+        return EvaluationBatches(*self._labelled(task), **options)
+
+    def _extract(self, encoders: list[Any], batches: EvaluationBatches) -> list[Extraction]:
+        return self._setup.extract(self._setup.backbone, encoders, batches, self._poll)

@@ -26,36 +26,37 @@ class Loggers:
 
     def add(self, event: dict[str, Any]) -> None:
         """Passes an event on, unless it comes again, after a stop within a task."""
-        key, kind = tuple(map(event.get, ("event", "task", "epoch"))), event["event"]
-        values = {name: each for name, each in event.items() if name not in _KEYS}
+        kind, task = event["event"], event.get("task")
+        key = kind, task, event.get("epoch")
+        values = {name: value for name, value in event.items() if name not in _KEYS}
         if not self._names or not values or key in self._seen:
             return
         for name, now in event.get("task_accuracy", {}).items():
             before = self._learned.setdefault(name, [])
-            if 0 < len(before) == event["task"]:  # evaluated after every task
+            if 0 < len(before) == task:  # evaluated after every task
                 change = (end - start for end, start in zip(now, before, strict=False))
                 values.setdefault("backward_transfer", {})[name] = sum(change) / len(before)
             before.append(now[-1])
         for name in () if self._seen else self._names:
             try:
-                self._sinks.append(KINDS[name](self._folder, event))
+                self._sinks.append(KINDS[name](self._folder, event["time"]))
             except Exception as error:  # whatever a library raises: not installed, not logged in
                 logging.getLogger(__name__).warning("config.log: %s left out: %s", name, error)
         self._seen.append(key)
-        step = sum(each[0] == kind for each in self._seen) if kind == "epoch" else event["task"] + 1
+        step = sum(seen[0] == kind for seen in self._seen) if kind == "epoch" else task + 1
         for sink in self._sinks:
             sink(dict(_flat(kind, values)), step, len(self._seen), event["time"])
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict | list):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _flat(f"{name}/{key}", each)
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(f"{name}/{key}", part)
     elif value is not None:
         yield name, float(value)
 
 
-def _tensorboard(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
+def _tensorboard(folder: Path, start: float) -> Callable[..., None]:
     from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]
 
     for path in folder.glob("tensorboard/events.out.tfevents.*"):
@@ -70,11 +71,11 @@ def _tensorboard(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
     return write
 
 
-def _wandb(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
+def _wandb(folder: Path, start: float) -> Callable[..., None]:
     import wandb  # pyright: ignore[reportMissingImports]
 
     # If a run resumes under its name, the service skips steps that it has.
-    same = {"id": f"{1000 * first['time']:.0f}", "resume": "allow", "reinit": "finish_previous"}
+    same = {"id": f"{1000 * start:.0f}", "resume": "allow", "reinit": "finish_previous"}
     run = wandb.init(project="fdc_jax", name=folder.name, dir=folder, **same)
     return lambda values, step, number, time: run.log(values | {"step": step}, step=number)
 

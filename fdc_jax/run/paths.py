@@ -50,17 +50,15 @@ class RunPaths:
         Fields of the configuration by name, see `configuration.completed`; beside them, under names
         with a space, checksums and the known classes.
         """
-        remedy = "put it back, or choose another --workdir"
 
-        def check(saved: dict[str, Any]) -> dict[str, Any]:
-            saved = {name: value for name, value in saved.items() if value is not None}
-            schema.check(saved, schema.Config)
+        def complete(saved: dict[str, Any]) -> dict[str, Any]:
             if saved.get(CLASSES) and len(saved[CLASSES]) != sum(saved[PLANNED]):
                 raise InputError(f"{PLANNED}: expected {len(saved[CLASSES])} classes in all")
-            beside = {name: saved[name] for name in saved if " " in name}
+            beside = {name: value for name, value in saved.items() if " " in name}
             return configuration.completed(saved) | beside
 
-        return _read(self.config_file, check, remedy)
+        remedy = "put it back, or choose another --workdir"
+        return _read(self.config_file, schema.Config, remedy, complete)
 
     def differing(self, fields: Mapping[str, Any]) -> list[str]:
         """Returns phrases for the fields that a run in the folder has with other values.
@@ -69,51 +67,39 @@ class RunPaths:
         """
         saved = self.read_config() if self.config_file.exists() else dict(fields)
         given = {name: value for name, value in fields.items() if name not in configuration.TASKS}
-        found = configuration.differences(saved, given)
-        return [f"{name} is {old!r}, not {new!r}" for name, old, new in found]
+        differences = configuration.differences(saved, given)
+        return [f"{name} is {old!r}, not {new!r}" for name, old, new in differences]
 
     def read_results(self) -> dict[str, Any] | None:
         """Returns the content of `results.json`, or None before it is written."""
-        if not self.results_file.exists():
-            return None
 
         def check(results: dict[str, Any]) -> dict[str, Any]:
             schema.check_results(results)
-            fields = {"benchmark": results["benchmark"]} | results["config"]
-            configuration.completed({n: value for n, value in fields.items() if value is not None})
+            configuration.completed({"benchmark": results["benchmark"], **results["config"]})
             return results
 
-        return _read(self.results_file, check, "remove it, and the run writes it again")
+        remedy = "remove it, and the run writes it again"
+        path = self.results_file
+        return _read(path, schema.Results, remedy, check) if path.exists() else None
 
     def read_records(self) -> list[dict[str, Any]]:
         """Returns the evaluations after each task so far."""
-
-        def check(record: dict[str, Any]) -> dict[str, Any]:
-            schema.check(record, schema.Record)
-            return record
-
         remedy = "remove it, and its accuracies are measured again"
-        return [_read(self.record_file(task), check, remedy) for task in self.recorded_tasks()]
+        paths = map(self.record_file, self.recorded_tasks())
+        return [_read(path, schema.Record, remedy) for path in paths]
 
     def read_latency(self) -> dict[str, Any]:
         """Returns the content of `latency.json`, empty if there is none."""
-
-        def check(latency: dict[str, Any]) -> dict[str, Any]:
-            schema.check(latency, schema.Latency)
-            return latency
-
         path = self.folder / "latency.json"
-        return _read(path, check, "remove it") if path.exists() else {}
+        return _read(path, schema.Latency, "remove it") if path.exists() else {}
 
 
 def _read(
-    path: Path, check: Callable[[dict[str, Any]], dict[str, Any]], remedy: str
-) -> dict[str, Any]:
-    """Returns a JSON object as its check returns it."""
+    path: Path, kind: Any, remedy: str, complete: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """Returns the content of a JSON file of a kind, completed."""
     try:
-        if not isinstance(value := read_json(path), dict):
-            raise InputError(f"expected an object, found {type(value).__name__}")
-        return check(value)
+        return complete(schema.check(read_json(path), kind))
     except InputError as error:
         text = str(error) if str(path) in str(error) else f"{path}: {error}"
         raise InputError(f"{text}; {remedy}") from error

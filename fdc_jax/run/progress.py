@@ -11,10 +11,8 @@ import tqdm
 from fdc_jax.data.batches import Batch, TrainBatches
 from fdc_jax.errors import TrainingError
 from fdc_jax.machine import devices
-from fdc_jax.run.configuration import Config
 
-# Seconds between plain lines when the output is no terminal.
-_LINE_EVERY = 30.0
+_LINE_EVERY = 30.0  # seconds between plain lines when the output is no terminal
 
 
 class Progress:
@@ -45,13 +43,8 @@ class Progress:
         if self._clock is None:
             self._clock, self._first, self._last_line = now, self._done, -math.inf
             if not self._quiet and sys.stderr.isatty():
-                self._bar = tqdm.tqdm(
-                    total=self._total,
-                    initial=self._done,
-                    unit=self._unit,
-                    dynamic_ncols=True,
-                    smoothing=0.05,
-                )
+                counts = {"total": self._total, "initial": self._done, "unit": self._unit}
+                self._bar = tqdm.tqdm(**counts, dynamic_ncols=True, smoothing=0.05)
         elif self._bar is not None:
             self._bar.set_description_str(self._label + stage, refresh=False)
             self._bar.set_postfix(values, refresh=False)
@@ -81,35 +74,27 @@ class Progress:
 class StepLog:
     """Watches training steps: losses, which must be finite, speed, and the time of each task.
 
-    `event` keeps an event of a kind with its values; `timing` of the task in work is from `cursor`.
+    Args:
+        event: keeps an event of a kind with its values.
+        progress: shows every step.
+        timing: of the task in work, from a `cursor`.
     """
 
     peak_memory: int | None = None  # bytes on the fullest device after the last training here
 
-    def __init__(
-        self, config: Config, event: Callable[..., None], progress: Progress, timing: Any = None
-    ):
-        self._config, self._event, self._progress = config, event, progress
-        # The first step of a process, which compiles, stands apart.
-        self._time = timing or {}
-        self._compiled = False
+    def __init__(self, event: Callable[..., None], progress: Progress, timing: Any = None):
+        self._event, self._progress, self._time = event, progress, timing or {}
+        self._compiled = False  # The first step of a process, which compiles, stands apart.
         self._pending: tuple[int, Any] | None = None
 
-    def line(self, text: str) -> None:
-        """Prints one line."""
-        self._progress.line(text)
-
-    def begin(
-        self, task: int, num_tasks: int, epochs: int, first: int, batches: TrainBatches
-    ) -> None:
-        """Starts the log of a task at its step `first`."""
-        self._task, self._epochs, self._batches = task, epochs, batches
-        self._name = f"task {task + 1}/{num_tasks}"
-        if first == 0:
+    def begin(self, batches: TrainBatches, num_tasks: int) -> None:
+        """Starts the log of a task at the first step of its batches."""
+        self._batches, self._num_tasks = batches, num_tasks
+        if batches.start_step == 0:
             names = ("images", "seconds", "compile_seconds", "input_wait_seconds")
             self._time = dict.fromkeys(names, 0.0)
-        self._event("training", task=task, step=first)
-        self._restart(first)
+        self._event("training", task=batches.task, step=batches.start_step)
+        self._restart(batches.start_step)
 
     def _restart(self, first: int) -> None:
         self._first, self._clock = first, time.perf_counter()
@@ -132,22 +117,21 @@ class StepLog:
         if self._pending is None:
             return
         (step, loss), self._pending = self._pending, None
-        epoch, train = step // self._batches.steps_per_epoch, self._config.train
+        task, epoch = self._batches.task, step // self._batches.steps_per_epoch
         value = float(loss)
         if not math.isfinite(value):
             raise TrainingError(
-                f"the loss is {value} in task {self._task + 1}, epoch {epoch + 1}, "
-                f"step {step + 1}; config.train has the rates {train.increment_learning_rate:g} "
-                f"(increment) and {train.head_learning_rate:g} (head); checkpoints of before are "
-                "kept"
+                f"the loss is {value} in task {task + 1}, epoch {epoch + 1}, step {step + 1}; "
+                "lower config.train.increment_learning_rate or config.train.head_learning_rate; "
+                "earlier checkpoints are kept"
             )
-        images = (step + 1 - self._first) * train.batch_size
+        images = (step + 1 - self._first) * self._batches.batch_size
         speed = images / (time.perf_counter() - self._clock)
         if (step + 1) % self._batches.steps_per_epoch == 0:
             numbers = {"loss": value, "images_per_second": round(speed, 1)}
-            self._event("epoch", task=self._task, epoch=epoch, **numbers)
+            self._event("epoch", task=task, epoch=epoch, **numbers)
         self._progress.step(
-            f"{self._name} epoch {epoch + 1}/{self._epochs}",
+            f"task {task + 1}/{self._num_tasks} epoch {epoch + 1}/{self._batches.epochs}",
             loss=f"{value:.3f}",
             images_per_second=f"{speed:.0f}",
         )

@@ -38,13 +38,13 @@ Config = TypedDict(
 )
 
 
-class Timing(TypedDict):
+class Timing(TypedDict, total=False):
     """Seconds; those of calibrators by name."""
 
-    training_seconds: NotRequired[Measured | None]
-    adapted_extraction_seconds: NotRequired[Measured | None]
-    pretrained_extraction_seconds: NotRequired[Measured | None]
-    fit_seconds: NotRequired[Measured | dict[Name, Measured] | None]
+    training_seconds: Measured | None
+    adapted_extraction_seconds: Measured | None
+    pretrained_extraction_seconds: Measured | None
+    fit_seconds: Measured | dict[Name, Measured] | None
 
 
 class Point(TypedDict):
@@ -76,48 +76,53 @@ class Architecture(TypedDict):
     width: Positive
 
 
-class Encoder(TypedDict):
+class Encoder(TypedDict, total=False):
     """The encoder of a run."""
 
-    variant: NotRequired[Name]
-    weights: NotRequired[Name]
-    sha256: NotRequired[Name]
-    input_range: NotRequired[Name]
-    architecture: NotRequired[Architecture]
+    variant: Name
+    weights: Name
+    sha256: Name
+    input_range: Name
+    architecture: Architecture
 
 
-class Results(TypedDict):
+class _Parts(TypedDict, total=False):
+    """Parts of `results.json` that may be missing."""
+
+    split: Name
+    class_order_seed: Annotated[int, Meta(ge=-1, lt=2**32)]
+    num_classes: Positive
+    class_names: list[Name]
+    num_train_images: Positive
+    num_test_images: Positive
+    routing_accuracy: Accuracies | None
+    average_incremental_accuracy: dict[Name, Percent | None] | None
+    components: Accuracies | None
+    decomposition: dict[Name, dict[Name, Measured]] | None
+    calibration_error: Accuracies | None
+    chance_calibration_error: Accuracies | None
+    unlike_learned: Percent | None
+    fdc_storage_bytes: Count | None
+    storage_bytes: dict[Name, Count] | None
+    notes: dict[Name, Name] | None
+    peak_memory_bytes: dict[Name, Count | None] | None
+    timing: Timing | None
+    encoder: Encoder | None
+    data: dict[Name, Name] | None
+    device: Name
+    versions: dict[Name, Any] | None
+
+
+class Results(_Parts):
     """The content of `results.json`."""
 
     benchmark: Name
-    split: NotRequired[Name]
     learner: Name
     seed: Annotated[int, Meta(ge=0, lt=2**32)]
-    class_order_seed: NotRequired[Annotated[int, Meta(ge=-1, lt=2**32)]]
     num_tasks: Positive
-    num_classes: NotRequired[Positive]
-    class_names: NotRequired[list[Name]]
-    num_train_images: NotRequired[Positive]
-    num_test_images: NotRequired[Positive]
     accuracy: Accuracies
-    routing_accuracy: NotRequired[Accuracies | None]
-    average_incremental_accuracy: NotRequired[dict[Name, Percent | None] | None]
-    components: NotRequired[Accuracies | None]
-    decomposition: NotRequired[dict[Name, dict[Name, Measured]] | None]
-    calibration_error: NotRequired[Accuracies | None]
-    chance_calibration_error: NotRequired[Accuracies | None]
-    unlike_learned: NotRequired[Percent | None]
     curve: Annotated[list[Point], Meta(min_length=1)]
-    fdc_storage_bytes: NotRequired[Count | None]
-    storage_bytes: NotRequired[dict[Name, Count] | None]
-    notes: NotRequired[dict[Name, Name] | None]
-    peak_memory_bytes: NotRequired[dict[Name, Count | None] | None]
-    timing: NotRequired[Timing | None]
-    encoder: NotRequired[Encoder | None]
-    data: NotRequired[dict[Name, Name] | None]
-    device: NotRequired[Name]
     config: dict[Name, Any]
-    versions: NotRequired[dict[Name, Any] | None]
 
 
 class Contender(TypedDict):
@@ -127,10 +132,10 @@ class Contender(TypedDict):
     peak_bytes: Count | None
 
 
-class Latency(TypedDict):
+class Latency(TypedDict, total=False):
     """The content of `latency.json`."""
 
-    contenders: NotRequired[dict[Name, Contender]]
+    contenders: dict[Name, Contender]
 
 
 class Cursor(TypedDict):
@@ -142,17 +147,17 @@ class Cursor(TypedDict):
     classes_per_task: Annotated[list[Positive], Meta(min_length=1)]
 
 
-def check(value: Any, kind: Any) -> None:
-    """Raises InputError, which names the field, unless a value read from JSON is of a kind."""
+def check(value: Any, kind: Any) -> Any:
+    """Returns a value read from JSON; raises InputError, which names the field, if it is unfit."""
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         raise InputError(escaped(str(error))[:300]) from error
+    return value
 
 
 def check_results(results: Mapping[str, Any]) -> None:
     """Raises InputError if the parts of `results.json` contradict each other."""
-    check(results, Results)
     tasks = [point["task"] for point in results["curve"]]
     if tasks != sorted({*tasks}) or tasks[-1] >= results["num_tasks"]:
         raise InputError(f"curve: expected tasks below {results['num_tasks']} in order")

@@ -7,18 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_collections
-
-from fdc_jax.errors import (
-    InputError,
-    Interrupted,
-    StopRequest,
-    TrainingError,
-    counted,
-    line,
-    origin,
-    stop_on_signals,
-)
+from fdc_jax import errors
+from fdc_jax.errors import InputError, StopRequest, counted, stop_on_signals
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked, named_path
@@ -47,14 +37,10 @@ def run(
             return run(config, workdir, quiet, stop)
     if processes.count() > 1:
         stop.agree = processes.Agreement()
-    configuration.validate(config)
-    folders, quiet = folders_of(config, workdir), quiet or not processes.is_first()
-    _check_workdir(named_path("--workdir", workdir), len(folders) > 1)
+    quiet = quiet or not processes.is_first()
     stop.poll()
     with _explained(config), contextlib.ExitStack() as held:
-        sizes = configuration.flatten(config)["classes_per_task"]
-        known = known_classes(list(folders.values()), sizes)
-        setup = processes.together(lambda: setups.build(config, quiet, known))
+        setup, folders = _set_up(config, workdir, quiet)
         processes.check_same(_common(setup))
         if not quiet:
             print(describe(setup), file=sys.stderr, flush=True)
@@ -74,18 +60,23 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
     Raises:
         InputError: configuration, data, weights or work directory are not as expected.
     """
-    configuration.validate(config)
-    folders = folders_of(config, workdir)
-    _check_workdir(named_path("--workdir", workdir), len(folders) > 1)
     with _explained(config):
-        sizes = configuration.flatten(config)["classes_per_task"]
-        setup = setups.build(config, quiet, known_classes(list(folders.values()), sizes))
+        setup, folders = _set_up(config, workdir, quiet)
         # Images of the user's own may become more.
         fields = configuration.flatten(config) | {"weights sha256": setup.pretrained.sha256}
         for seed, folder in folders.items():
             if differing := RunPaths(folder).differing(fields | {"seed": [seed]}):
                 raise InputError(f"{folder}: holds another run: {', '.join(differing)}")
         return f"{describe(setup)}\n{estimate.describe(setup, len(folders))}"
+
+
+def _set_up(config: Config, workdir: str, quiet: bool) -> tuple[Setup, dict[int, Path]]:
+    """Returns the set-up of a configuration and the folder of each seed, after all checks."""
+    configuration.validate(config)
+    folders, sizes = folders_of(config, workdir), configuration.flatten(config)["classes_per_task"]
+    _check_workdir(named_path("--workdir", workdir), len(folders) > 1)
+    known = known_classes(list(folders.values()), sizes)
+    return processes.together(lambda: setups.build(config, quiet, known)), folders
 
 
 def folders_of(config: Config, workdir: str) -> dict[int, Path]:
@@ -98,28 +89,26 @@ def run_seed(
     setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
 ) -> dict[str, Any]:
     """Returns the results of a seed, which is learned or resumed if it is not finished."""
-    of_seed = ml_collections.ConfigDict(setup.config)
-    of_seed.seed = (seed,)
-    checksums = setups.checksums(setup, setup.tasks)
-    store = Store(folder, of_seed, setup.tasks, checksums, setup.learner.task_count)
+    store = Store(folder, setup, seed)
     finished = store.finished()
     if finished is not None:
         if not quiet:
             print(f"{folder}: finished before, not done again", file=sys.stderr)
         return finished
-    progress = Progress(quiet, f"seed {seed}, " if len(setup.config.seed) > 1 else "")
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
-    with contextlib.closing(progress):
+    label = f"seed {seed}, " if len(setup.config.seed) > 1 else ""
+    with contextlib.closing(Progress(quiet, label)) as progress:
         point = experiment.resume(setup, seed, store, checkpoints)
         if point.trained_tasks:
             progress.line(f"resumes after {point.trained_tasks} of {len(setup.tasks.tasks)} tasks")
         steps = setup.first_steps
         progress.start(total=steps[-1], done=steps[point.trained_tasks] + point.step)
-        log = StepLog(setup.config, store.event, progress, point.timing)
+        log = StepLog(store.event, progress, point.timing)
         images = RunImages(setup, seed, stop.poll)
-        work = experiment.Work(store, checkpoints, images, log, stop)
+        work = experiment.Work(store, checkpoints, images, log, progress, stop)
         calibrators = experiment.run(setup, seed, point, work)
-    collected = results.collect(setup, seed, calibrators, store.records())
+    records = processes.on_first(store.read_records)()
+    collected = results.collect(setup, seed, calibrators, records)
     store.finish(calibrators, collected)
     return collected
 
@@ -149,20 +138,19 @@ def _explained(config: Config) -> Iterator[None]:
     """Turns errors that only the user can mend, of memory or in an own learner, into one line."""
     try:
         yield
-    except (InputError, TrainingError, Interrupted):
-        raise
     except Exception as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise InputError(
-                f"out of memory ({line(error)}); lower config.train.batch_size (now "
+                f"out of memory ({errors.line(error)}); lower config.train.batch_size (now "
                 f"{config.train.batch_size}) or config.evaluation.batch_size (now "
                 f"{config.evaluation.batch_size})"
             ) from error
         file = getattr(sys.modules.get(config.learner.name), "__file__", None)
         frames = traceback.extract_tb(error.__traceback__)
-        if file is None or all(frame.filename != file for frame in frames):
+        known = errors.outcome(error) is not None
+        if known or file is None or all(frame.filename != file for frame in frames):
             raise
-        raise InputError(f"learner.name: {config.learner.name}: {origin(error)}") from error
+        raise InputError(f"learner.name: {config.learner.name}: {errors.origin(error)}") from error
 
 
 def _common(setup: Setup) -> dict[str, Any]:
@@ -179,10 +167,8 @@ def _check_workdir(folder: Path, several: bool) -> None:
     """Raises InputError, before any work, if the work directory cannot be used for these seeds."""
     check_writable_folder("--workdir", folder)
     if several and (folder / "config.json").exists():
-        raise InputError(
-            f"{folder} holds a run of a single seed; several seeds need another --workdir"
-        )
+        text = "a run of a single seed; several seeds need another --workdir"
+        raise InputError(f"{folder} holds {text}")
     if not several and any(folder.glob("seed_*")):
-        raise InputError(
-            f"{folder} holds runs of several seeds; a single seed needs another --workdir"
-        )
+        text = "runs of several seeds; a single seed needs another --workdir"
+        raise InputError(f"{folder} holds {text}")

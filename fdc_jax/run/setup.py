@@ -3,18 +3,19 @@
 import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Bool
 
 from fdc_jax import calibration, learners
-from fdc_jax.data import sources, task_stream
+from fdc_jax.data import sources
 from fdc_jax.data.batches import ByteCache
+from fdc_jax.data.task_stream import NOTHING, Known, TaskStream
+from fdc_jax.data.task_stream import build as build_tasks
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor, FeatureCache
 from fdc_jax.learners import Learner, training
@@ -43,42 +44,47 @@ class Encoders:
 class Setup(Encoders):
     """Everything that a run needs except its seed."""
 
-    tasks: task_stream.TaskStream
+    tasks: TaskStream
     update: training.Update
     schedule: Callable[[int, int], Any]  # factor on the rates of an epoch, from 0, and their number
     epochs: list[int]  # of each task
     first_steps: list[int]  # training steps of all tasks before each one, and of all
-    evaluated: list[bool]  # whether test images are scored after each task
-    own_rows: dict[str, Bool[np.ndarray, " n"]]  # of a training or evaluation batch, this process's
+    evaluated: list[bool]  # True for tasks after which test images are scored
+    train_batches: dict[str, Any]  # arguments of `TrainBatches`
+    evaluation_batches: dict[str, Any]  # arguments of `EvaluationBatches`
+    pretrained_view: bool  # True if features of E_0 are needed
     pretrained_features: FeatureCache
     test_images: ByteCache  # memory for decoded ones
 
 
-def build(
-    config: Config, quiet: bool = False, known: task_stream.Known = task_stream.NOTHING
-) -> Setup:
-    """Returns the set-up of a configuration, after all checks that need data or weights.
+def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
+    """Returns the set-up of a valid configuration, after all checks that need data or weights.
 
     Args:
-        config: the configuration, which is valid.
+        config: the configuration.
         quiet: show no download.
         known: the classes that a resumed run knows.
 
     Raises:
         InputError: configuration, data or weights are not as expected.
     """
-    _check_rank(config, recognise(config))
+    width = recognise(config).width
+    _check_sizes(config, width)  # before images are read, which may take long
     tasks = open_images(config, known, quiet)
-    _check_neighbours(config, tasks)
-    if not config.train.epochs:
-        config.train.epochs = epochs_for(len(tasks.train_indices[0]))
-    encoders = build_encoders(config, tasks.planned, quiet)
-    train, update = config.train, encoders.learner.update()
+    _check_sizes(config, width, tasks)
     counts = [len(indices) for indices in tasks.train_indices]
+    if not config.train.epochs:
+        config.train.epochs = epochs_for(counts[0])
+    encoders = build_encoders(config, tasks.planned, quiet)
+    train, data, update = config.train, config.data, encoders.learner.update()
     epochs = [train.first_epochs or train.epochs, *[train.epochs] * (len(counts) - 1)]
     steps = [n * -(-count // train.batch_size) for n, count in zip(epochs, counts, strict=True)]
-    mesh, every = encoders.learner.setup.mesh, config.evaluation.every
-    sizes = {section: config[section].batch_size for section in ("train", "evaluation")}
+
+    def batches(size: int, **options: Any) -> dict[str, Any]:
+        own_rows = devices.own_rows(encoders.learner.setup.mesh, size)
+        common = {"image_size": config.encoder.image_size, "workers": data.workers}
+        return {"batch_size": size, "own_rows": own_rows, **common, **options}
+
     return Setup(
         **vars(encoders),
         tasks=tasks,
@@ -87,16 +93,16 @@ def build(
         or functools.partial(training.learning_rate_factor, train.schedule),
         epochs=epochs,
         first_steps=[0, *itertools.accumulate(steps)],
-        evaluated=[*(task % every == 0 for task in range(1, len(counts))), True],
-        own_rows={name: devices.own_rows(mesh, size) for name, size in sizes.items()},
+        evaluated=[*(n % config.evaluation.every == 0 for n in range(1, len(counts))), True],
+        train_batches=batches(train.batch_size, crop_scale=tuple(data.crop_scale), flip=data.flip),
+        evaluation_batches=batches(config.evaluation.batch_size),
+        pretrained_view=config.fdc.pretrained_view_weight > 0,
         pretrained_features=_pretrained_features(encoders, tasks),
-        test_images=ByteCache(int(config.data.cache_gib * 2**30)),
+        test_images=ByteCache(int(data.cache_gib * 2**30)),
     )
 
 
-def open_images(
-    config: Config, known: task_stream.Known = task_stream.NOTHING, quiet: bool = True
-) -> task_stream.TaskStream:
+def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> TaskStream:
     """Returns the images of a configuration, divided into tasks; raises InputError."""
     data = config.data
     splits = sources.open_splits(
@@ -110,7 +116,7 @@ def open_images(
     )
     fields = ("classes_per_task", "class_order", "class_order_seed", "num_tasks")
     limits = {name: data[name] for name in ("train_per_class", "test_per_class")}
-    return task_stream.build(*splits, known, **{name: config[name] for name in fields}, **limits)
+    return build_tasks(*splits, known, **{name: config[name] for name in fields}, **limits)
 
 
 def epochs_for(num_images: int) -> int:
@@ -129,15 +135,14 @@ def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool 
     Raises:
         InputError: configuration or weights are not as expected.
     """
-    encoder, mesh, variant = config.encoder, devices.data_mesh(), recognise(config)
-    kind = (config.data.input_range, config.precision, encoder.attention)
-    model = vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))
-    cache = cache_folder(config)
+    mesh, variant = devices.data_mesh(), recognise(config)
+    cache, encoder = cache_folder(config), config.encoder
     devices.keep_programs(cache)
     wanted = encoder.weights, encoder.variant, cache, not quiet
     # A download is the first process's alone where all share a cache.
     processes.on_first(lambda: str(weights.locate(*wanted)))()
     pretrained = weights.load(weights.locate(*wanted), variant, encoder.image_size)
+    model = build_model(config, mesh)
     return Encoders(
         config=config,
         learner=make_learner(config, model, classes_per_task, mesh),
@@ -146,6 +151,13 @@ def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool 
         extract=Extractor(model, mesh),
         cache=cache,
     )
+
+
+def build_model(config: Config, mesh: Mesh) -> vit.VisionTransformer:
+    """Returns the encoder of a configuration, without weights."""
+    encoder, variant = config.encoder, recognise(config)
+    kind = config.data.input_range, config.precision, encoder.attention
+    return vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))
 
 
 def make_learner(
@@ -157,18 +169,15 @@ def make_learner(
         InputError: the learner does not exist, or its options contradict each other.
     """
     train, chosen = config.train, config.learner
+    fields = ("rank", "epochs", "increment_learning_rate", "head_learning_rate", "schedule")
     setup = training.LearnerSetup(
         model=model,
         image_size=config.encoder.image_size,
         classes_per_task=tuple(classes_per_task),
         benchmark=config.benchmark,
         native=chosen.preset == "native",
-        rank=train.rank,
-        epochs=train.epochs,
-        increment_learning_rate=train.increment_learning_rate,
-        head_learning_rate=train.head_learning_rate,
-        schedule=train.schedule,
         mesh=mesh,
+        **{name: train[name] for name in fields},
     )
     return learners.make(chosen.name, setup, chosen.get(learners.section(chosen.name)))
 
@@ -190,7 +199,7 @@ def cache_folder(config: Config) -> Path:
     return private_folder(cache)
 
 
-def _pretrained_features(encoders: Encoders, tasks: task_stream.TaskStream) -> FeatureCache:
+def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
     """Returns the cache of E_0's features, with everything that they depend on as its key."""
     fields = configuration.flatten(encoders.config)
     named = ("precision", "data.input_range", "evaluation.batch_size")
@@ -203,27 +212,16 @@ def _pretrained_features(encoders: Encoders, tasks: task_stream.TaskStream) -> F
     return FeatureCache(encoders.cache / "features", depend_on)
 
 
-# Checks before any work ---------------------------------------------------------------------------
-
-
-def _check_neighbours(config: Config, tasks: task_stream.TaskStream) -> None:
-    """Raises InputError if FDC would raise it after a training."""
-    fewest = min(len(set(tasks.train.labels[rows])) for rows in tasks.train_indices)
+def _check_sizes(config: Config, width: int, tasks: TaskStream | None = None) -> None:
+    """Raises InputError if increments are wider than the encoder, or FDC would refuse a task."""
     known = (calibration.METHODS[name].settings for name in configuration.calibrators(config))
-    if config.fdc.neighbours > fewest and any("neighbours" in settings for settings in known):
-        raise InputError(
-            f"config.fdc.neighbours: expected at most {fewest}, the classes with images of the "
-            f"smallest task, found {config.fdc.neighbours}"
-        )
-
-
-def _check_rank(config: Config, variant: vit.Variant) -> None:
-    """Raises InputError if increments are wider than the encoder."""
-    if config.train.rank > variant.width:
-        raise InputError(
-            f"config.train.rank: expected at most {variant.width}, the width of encoder "
-            f"{config.encoder.variant}, found {config.train.rank}"
-        )
+    limits = [("train.rank", width, f"the width of encoder {config.encoder.variant}")]
+    if tasks and any("neighbours" in settings for settings in known):
+        fewest = min(len({*tasks.train.labels[rows]}) for rows in tasks.train_indices)
+        limits += [("fdc.neighbours", fewest, "the classes with images of the smallest task")]
+    for field, limit, reason in limits:
+        if (value := configuration.flatten(config)[field]) > limit:
+            raise InputError(f"config.{field}: expected at most {limit}, {reason}, found {value}")
 
 
 # Properties of a set-up ---------------------------------------------------------------------------
@@ -231,13 +229,10 @@ def _check_rank(config: Config, variant: vit.Variant) -> None:
 
 def architecture(encoders: Encoders) -> dict[str, Any]:
     """Returns the architecture of the encoder as JSON values."""
-    fields = dataclasses.asdict(encoders.learner.setup.variant)
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
-    }
+    return json.loads(json.dumps(dataclasses.asdict(encoders.learner.setup.variant)))
 
 
-def checksums(encoders: Encoders, tasks: task_stream.TaskStream) -> dict[str, str]:
+def checksums(encoders: Encoders, tasks: TaskStream) -> dict[str, str]:
     """Returns the checksums of weights and images, by name."""
     return {
         "weights sha256": encoders.pretrained.sha256,
@@ -277,9 +272,9 @@ def start_task(
     return frozen, trained, devices.replicate(mesh, update.initialise(trained))
 
 
-def accept(learner: Learner, state: Any, new: Any, question: str) -> Any:
+def accept(learner: Learner, state: Any, new: Any, method: str) -> Any:
     """Returns a learner's new state on the devices; checks that its form is the old one."""
-    learners.check_state(learner.section(), question, state, new)
+    learners.check_state(learner.section(), method, state, new)
     return devices.replicate(learner.setup.mesh, new)
 
 
@@ -297,26 +292,24 @@ def checkpoints(
     """
     learner, backbone = encoders.learner, encoders.backbone
 
-    def form(cursor: dict[str, Any], of: Learner) -> dict[str, Any]:
-        tree = {"state": first_state(of)}
+    def form(cursor: dict[str, Any], classes_per_task: Sequence[int]) -> dict[str, Any]:
+        setup = dataclasses.replace(learner.setup, classes_per_task=tuple(classes_per_task))
+        of_then = dataclasses.replace(learner, setup=setup)
+        tree = {"state": first_state(of_then)}
         if cursor["step"]:
             given = backbone, tree["state"], cursor["tasks_done"], seed
-            _, tree["trained"], tree["optimizer"] = start_task(of, of.update(), *given)
+            _, tree["trained"], tree["optimizer"] = start_task(of_then, of_then.update(), *given)
         return tree
-
-    def planned(cursor: dict[str, Any]) -> Learner:
-        known = tuple(cursor["classes_per_task"])
-        of_then = dataclasses.replace(learner.setup, classes_per_task=known)
-        return dataclasses.replace(learner, setup=of_then)
 
     def target(cursor: dict[str, Any]) -> dict[str, Any]:
         schema.check(cursor, schema.Cursor)
         if cursor["tasks_done"] + bool(cursor["step"]) > len(cursor["classes_per_task"]):
             raise InputError("tasks_done: expected no more than the tasks")
-        return form(cursor, planned(cursor))
+        return form(cursor, cursor["classes_per_task"])
 
+    planned = learner.setup.classes_per_task
     for number, cursor, tree in folder.newest(target):
-        if planned(cursor).setup.classes_per_task != learner.setup.classes_per_task:
-            grown = training.in_slots(tree, form(cursor, learner))
+        if tuple(cursor["classes_per_task"]) != planned:
+            grown = training.in_slots(tree, form(cursor, planned))
             tree = devices.replicate(learner.setup.mesh, grown)
         yield number, cursor, tree

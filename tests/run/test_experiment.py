@@ -117,7 +117,7 @@ def test_without_their_calibrators_tasks_are_learned_again(whole, cache, tmp_pat
 
 
 def test_a_loss_that_is_not_finite_names_task_and_learning_rate(cache, tmp_path):
-    with pytest.raises(TrainingError, match=r"nan in task 1, epoch 1, step .* 1e\+38 \(head\)"):
+    with pytest.raises(TrainingError, match=r"nan in task 1, epoch 1, step .*head_learn"):
         run(config(cache, train__head_learning_rate=1e38), tmp_path / "run")
     assert not (tmp_path / "run" / "results.json").exists()
 
