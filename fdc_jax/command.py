@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +26,29 @@ TITLE = "fdc_jax.run"
 FLAGS = flags.FLAGS
 
 
-class _ConfigParser(flags.ArgumentParser):
-    """Reads the value of `--config` by `configuration.load`, which knows names of the package."""
+class _Parser(flags.ArgumentParser):
+    """Reads the values of a flag by a function."""
 
-    def parse(self, argument: str) -> Any:
-        from fdc_jax.run import configuration
-
-        return configuration.load(argument)
+    def __init__(self, parse: Callable[[Any], Any]):
+        self.parse = parse
 
 
-class _SizesParser(flags.ArgumentParser):
-    """Reads `config.classes_per_task`: a number, or a list of numbers."""
+def _load(name: str) -> Any:
+    from fdc_jax.run import configuration  # loads JAX
 
-    def parse(self, argument: Any) -> Any:
-        try:
-            return ast.literal_eval(argument) if isinstance(argument, str) else argument
-        except (SyntaxError, ValueError) as error:
-            raise ValueError("expected a whole number, or a list such as 10,5,5") from error
+    return configuration.load(name)
+
+
+def _sizes(value: Any) -> Any:
+    """Returns the value of `config.classes_per_task`, a number or a list of numbers."""
+    try:
+        return ast.literal_eval(value) if isinstance(value, str) else value
+    except (SyntaxError, ValueError) as error:
+        raise ValueError("expected a whole number, or a list such as 10,5,5") from error
 
 
 # The parser of ml_collections takes `--config.classes_per_task 5` for a switch and a stray word.
-config_flags.register_flag_parser_for_type(object, _SizesParser())
+config_flags.register_flag_parser_for_type(object, _Parser(_sizes))
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None = None) -> None:
@@ -56,7 +58,7 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None = None) -> N
     config_flags.DEFINE_config_file(
         "config", help_string=text, flag_values=values, lock_config=True, sys_argv=argv
     )
-    values["config"].parser = _ConfigParser()
+    values["config"].parser = _Parser(_load)
 
 
 _define_config(FLAGS)
@@ -73,11 +75,7 @@ flags.DEFINE_string(
 
 
 def configured(words: Sequence[str]) -> Any:
-    """Returns the configuration of `--config=NAME --config.FIELD=VALUE ...`, for other programs.
-
-    Raises:
-        InputError: there is no such file or field, or a value is of another type.
-    """
+    """Returns the configuration of `--config=NAME --config.FIELD=VALUE ...`; raises InputError."""
     argv, values = ["", *words], flags.FlagValues()
     _define_config(values, argv)
     _parsed(values, argv)

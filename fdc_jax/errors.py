@@ -143,25 +143,26 @@ def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
         logger.propagate = before
 
 
-# Exit codes, and lines of errors without a message of their own; 75 (EX_TEMPFAIL): the same command
-# resumes. Standard output that is closed, as by `... | head`, needs no line.
-OUTCOMES: dict[type[BaseException], tuple[int, str | None]] = {
-    InputError: (2, None),
-    MemoryError: (2, "out of memory"),
-    TrainingError: (3, None),
-    Interrupted: (75, None),
-    KeyboardInterrupt: (130, "stopped by SIGINT"),
-    BrokenPipeError: (141, ""),
-    OSError: (2, None),
+# Exit codes. 75 is EX_TEMPFAIL: the same command resumes.
+CODES: dict[type[BaseException], int] = {
+    InputError: 2,
+    MemoryError: 2,
+    TrainingError: 3,
+    Interrupted: 75,
+    KeyboardInterrupt: 130,
+    BrokenPipeError: 141,
+    OSError: 2,
 }
+# Lines of errors without a message; none if standard output is closed, as by `... | head`.
+_LINES = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT", BrokenPipeError: ""}
 
 
 def outcome(error: BaseException) -> tuple[int, str] | None:
     """Returns the exit code and the line of an error, or None for a mistake in the program."""
-    for kind, (code, text) in OUTCOMES.items():
+    for kind, code in CODES.items():
         if isinstance(error, kind):
-            own = line(error) if isinstance(error, OSError) else str(error)
-            return code, (own or type(error).__name__) if text is None else text
+            text = line(error) if isinstance(error, OSError) else str(error)
+            return code, _LINES.get(type(error), text or type(error).__name__)
     return None
 
 

@@ -356,7 +356,7 @@ def _in_worker(run: Run, folder: str) -> Outcome:
         if outcome := attempt(run, StopRequest()):
             return outcome
         time.sleep(1)
-    return errors.OUTCOMES[errors.Interrupted][0], "another process works on it"
+    return errors.CODES[errors.Interrupted], "another process works on it"
 
 
 # The command --------------------------------------------------------------------------------------

@@ -11,9 +11,7 @@ def get_config(
 ) -> ml_collections.ConfigDict:
     """Returns the settings of a learner on a benchmark, with the options of all learners.
 
-    Args:
-        benchmark: its name, on which defaults of some options depend.
-        learner: one of the package, or the dotted name of a module outside of it.
+    The learner is one of the package, or a module outside of it, by its dotted name.
 
     Raises:
         InputError: there is no such learner.

@@ -70,16 +70,13 @@ def named() -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.py"))}
 
 
-def load(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Returns the configuration of a file, with some of its fields changed.
+def load(name: str) -> Config:
+    """Returns the configuration of a file, or of one of the package such as `configs/digits.py`.
 
-    Args:
-        name: the file; or the name of one of the package, such as `digits` or `configs/digits.py`.
-            A word after a colon goes to its `get_config`: `digits:slca` is the digits by SLCA.
-        overrides: values by field, such as `{"train.epochs": 5, "seed": (1, 2)}`.
+    A word after a colon goes to its `get_config`: `digits:slca` is the digits by SLCA.
 
     Raises:
-        InputError: there is no such file or field, the file fails, or a value has another type.
+        InputError: there is no such file, or it fails.
     """
     file, *word = name.split(":", 1)
     path, known = Path(file), named()
@@ -93,11 +90,6 @@ def load(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
         config.lock()  # fails if it is no ConfigDict
     except (Exception, SystemExit) as error:  # whatever a file raises
         raise InputError(f"{path}: {origin(error)}") from error
-    for field, value in (overrides or {}).items():
-        try:
-            config.update_from_flattened_dict({field: value})
-        except (AttributeError, KeyError, TypeError) as error:
-            raise InputError(f"config.{field}: {line(error)}") from error
     return config
 
 
@@ -121,12 +113,9 @@ def calibrators(config: Config) -> tuple[str, ...]:
 
 
 def validate(config: Config) -> None:
-    """Checks every value that can be checked without data or weights.
+    """Raises InputError for a value that is not allowed, as far as no data or weights are needed.
 
-    A configuration made without its learner's options, of a learner outside the package, gets them.
-
-    Raises:
-        InputError: names the field, what was expected and what was found.
+    Adds the options of a learner outside the package.
     """
     config.benchmark = sources.name_of(config.benchmark, config.data.source)
     learners.find(config.learner.name)
@@ -142,10 +131,7 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a saved configuration, those that it lacks with their defaults.
 
     Fields that tell of a machine have their defaults, too: whoever wrote the folder may not choose
-    what this process reads elsewhere. Nothing is read or imported.
-
-    Raises:
-        InputError: a value is of another type, or not allowed.
+    what this process reads elsewhere. Nothing is read or imported; a bad value is an InputError.
     """
     if not isinstance(benchmark := saved["benchmark"], str):
         raise InputError(f"config.benchmark: expected a name, found {type(benchmark).__name__}")
@@ -190,14 +176,12 @@ def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({
         if (wanted := learners.expected(allowed, flat[field])) is not None:
             refuse(field, wanted)
     learners.check_options(config.learner.name, flat)
-    logs = config.log.split(",") if config.log else ()
-    for field, names, known in (
-        ("calibrators", calibrators(config), calibration.METHODS),
-        ("log", logs, loggers.KINDS),
-    ):
-        for name in names:
-            if name not in known:
-                raise InputError(did_you_mean(f"config.{field}", name, known))
+    for name in calibrators(config):
+        if name not in calibration.METHODS:
+            raise InputError(did_you_mean("config.calibrators", name, calibration.METHODS))
+    for name in filter(None, config.log.split(",")):
+        if name not in loggers.KINDS:
+            raise InputError(did_you_mean("config.log", name, loggers.KINDS))
     try:
         calibration.Settings(**config.fdc.to_dict())
     except InputError as error:

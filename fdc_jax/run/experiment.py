@@ -8,14 +8,12 @@ from jaxtyping import Float
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import METHODS, Scores, confidence
-from fdc_jax.data.task_stream import TaskStream
 from fdc_jax.errors import StopRequest
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
-from fdc_jax.run.configuration import Config
 from fdc_jax.run.images import RunImages
 from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.setup import Setup
@@ -25,8 +23,10 @@ Seconds = dict[str, float]
 
 
 class Work(NamedTuple):
-    """The files, images and observers of the work on one seed."""
+    """The work on one seed: set-up, files, images and observers."""
 
+    setup: Setup
+    seed: int
     store: Store
     checkpoints: Checkpoints
     images: RunImages
@@ -48,39 +48,39 @@ class ResumePoint(NamedTuple):
     optimizer: Any = None  # the optimiser's state after these steps
 
 
-def run(setup: Setup, seed: int, point: ResumePoint, work: Work) -> dict[str, Any]:
+def run(work: Work, point: ResumePoint) -> dict[str, Any]:
     """Finishes one seed from a resume point, and returns its calibrators (Algorithm 1).
 
     Raises:
         TrainingError: a loss is not finite.
         Interrupted: a stop was requested; the same call in a new process resumes.
     """
-    learner, tasks, store = setup.learner, setup.tasks, work.store
-    state, calibrators = point.state, point.calibrators
-    for task in range(point.tasks_done, len(tasks.tasks)):
+    setup, learner, store = work.setup, work.setup.learner, work.store
+    state, calibrators, num_tasks = point.state, point.calibrators, len(work.setup.tasks.tasks)
+    for task in range(point.tasks_done, num_tasks):
         took, processor = {"previous_extraction_seconds": 0.0}, time.process_time()
         if task >= point.trained_tasks:
             if task and any(it.reads_previous for it in calibrators.values()):
-                took = keep_previous(task, learner.encoder(setup.backbone, state, task), work)
-            state = train(setup, seed, task, state, point, work)  # line 3
+                took = keep_previous(work, task, learner.encoder(setup.backbone, state, task))
+            state = train(work, task, state, point)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)
         heads = setups.heads(learner, state, task + 1)
         before = devices.peak_memory()
-        features, extracted = extract(tasks, task, encoder, heads[task], work)  # line 4
+        features, extracted = extract(work, task, encoder, heads[task])  # line 4
         memory: dict[str, Any] = {"extraction": devices.peak_rise(before)}
         fitted, memory["fit"] = fit(calibrators, features)  # lines 5 to 13
         took |= extracted | fitted
         store.keep(task, calibrators, features)
         store.event("statistics", task=task, **took)
         if setup.evaluated[task]:
-            record = evaluate(tasks, task, encoder, heads, calibrators, work)  # lines 14 to 20
+            record = evaluate(work, task, encoder, heads, calibrators)  # lines 14 to 20
             took["processor_seconds"] = time.process_time() - processor
             record["timing"] |= work.log.timing | took
             record["peak_memory"] = {"training": work.log.peak_memory} | memory
             store.record(record)
-            work.progress.line(evaluation.describe(record, len(tasks.tasks)))
+            work.progress.line(evaluation.describe(record, num_tasks))
     for calibrator in calibrators.values():
-        calibrator.replace_heads(setups.heads(learner, state, len(tasks.tasks)))
+        calibrator.replace_heads(setups.heads(learner, state, num_tasks))
         calibrator.finalize(release=True)
         if calibrator.note:
             work.progress.line(calibrator.note)
@@ -88,11 +88,9 @@ def run(setup: Setup, seed: int, point: ResumePoint, work: Work) -> dict[str, An
 
 
 def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> ResumePoint:
-    """Returns the newest checkpoint with its calibrators, or the state before the first task.
-
-    Raises:
-        InputError: the run is finished, and its checkpoints are gone.
-    """
+    """Returns the newest checkpoint with its calibrators, or the state before the first task."""
+    settings = setup.config.fdc.to_dict()
+    new = {it: calibration.make(it, **settings) for it in configuration.calibrators(setup.config)}
     for number, cursor, tree in setups.checkpoints(setup, checkpoints, seed):
         trained, step = cursor["tasks_done"], cursor["step"]
         # A checkpoint at the end of a task has its encoder: fit and evaluation can be repeated.
@@ -105,19 +103,13 @@ def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> R
             continue
         store.forget_after(done)
         store.event("resume", tasks_done=done, step=step)
-        calibrators = store.calibrators(done) if done else _new_calibrators(setup.config)
-        timing = cursor["training_time"]
+        calibrators, timing = store.calibrators(done) if done else new, cursor["training_time"]
         return ResumePoint(tree.pop("state"), calibrators, done, trained, step, timing, **tree)
     store.forget_after(0)
-    return ResumePoint(setups.first_state(setup.learner), _new_calibrators(setup.config))
+    return ResumePoint(setups.first_state(setup.learner), new)
 
 
-def _new_calibrators(config: Config) -> dict[str, Any]:
-    names, settings = configuration.calibrators(config), config.fdc.to_dict()
-    return {name: calibration.make(name, **settings) for name in names}
-
-
-def keep_previous(task: int, encoder: Any, work: Work) -> Seconds:
+def keep_previous(work: Work, task: int, encoder: Any) -> Seconds:
     """Saves E_{t-1}(D_t), from which drift is estimated; returns the seconds that it took."""
     if work.store.previous(task) is not None:
         return {"previous_extraction_seconds": 0.0}
@@ -126,9 +118,10 @@ def keep_previous(task: int, encoder: Any, work: Work) -> Seconds:
     return {"previous_extraction_seconds": extraction.seconds}
 
 
-def train(setup: Setup, seed: int, task: int, state: Any, point: ResumePoint, work: Work) -> Any:
+def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     """Learns a task, from its first step or the resume point (line 3); returns the new state."""
-    learner, update, backbone, log = setup.learner, setup.update, setup.backbone, work.log
+    setup, log = work.setup, work.log
+    learner, update, backbone = setup.learner, setup.update, setup.backbone
     mesh, every = learner.setup.mesh, setup.config.checkpoint.every_steps
     first, epochs = point.step if task == point.trained_tasks else 0, setup.epochs[task]
     planned = {"classes_per_task": learner.setup.classes_per_task}  # the slots of a checkpoint
@@ -141,7 +134,8 @@ def train(setup: Setup, seed: int, task: int, state: Any, point: ResumePoint, wo
     if first == 0:
         new = learner.before_task(backbone, state, task, around)
         state = setups.accept(learner, state, new, "before_task")
-    frozen, trained, optimizer = setups.start_task(learner, update, backbone, state, task, seed)
+    started = setups.start_task(learner, update, backbone, state, task, work.seed)
+    frozen, trained, optimizer = started
     if first > 0:
         trained, optimizer = point.trained, point.optimizer
     batches = work.images.batches(task, epochs, start_step=first)
@@ -164,25 +158,22 @@ def train(setup: Setup, seed: int, task: int, state: Any, point: ResumePoint, wo
     return state
 
 
-def extract(
-    tasks: TaskStream, task: int, encoder: Any, head: Any, work: Work
-) -> tuple[TaskFeatures, Seconds]:
+def extract(work: Work, task: int, encoder: Any, head: Any) -> tuple[TaskFeatures, Seconds]:
     """Returns the features that calibrators are fitted on, and the seconds taken (line 4)."""
-    views = work.images.train_features(task, encoder)
-    adapted, pretrained = views.arrays
+    tasks = work.setup.tasks
+    adapted, pretrained = work.images.train_features(task, encoder)
     features = TaskFeatures(
-        adapted=adapted,
-        pretrained=pretrained,
+        adapted=adapted.features,
+        pretrained=pretrained and pretrained.features,
         labels=tasks.train_labels(task),
         head=head,
         classes=tasks.positions[tasks.tasks[task]],
         previous=work.store.previous(task),
     )
-    of_e0 = views.pretrained
     return features, {
-        "adapted_extraction_seconds": views.adapted.seconds,
-        "pretrained_extraction_seconds": of_e0.seconds if of_e0 else 0.0,
-        "pretrained_from_cache": float(bool(of_e0 and of_e0.from_cache)),
+        "adapted_extraction_seconds": adapted.seconds,
+        "pretrained_extraction_seconds": pretrained.seconds if pretrained else 0.0,
+        "pretrained_from_cache": float(bool(pretrained and pretrained.from_cache)),
     }
 
 
@@ -201,22 +192,19 @@ def fit(
 
 
 def evaluate(
-    tasks: TaskStream,
-    task: int,
-    encoder: Any,
-    heads: list[Any],
-    calibrators: dict[str, Any],
-    work: Work,
+    work: Work, task: int, encoder: Any, heads: list[Any], calibrators: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the accuracies after a task (lines 14 to 20); saves predictions after the last."""
+    tasks = work.setup.tasks
     seen = tasks.test_tasks <= task
     labels, true_tasks = tasks.test_labels[seen], tasks.test_tasks[seen]
-    views = work.images.test_features(len(labels), encoder)
-    scores, components, took = score(calibrators, heads, *views.arrays)
+    adapted, pretrained = work.images.test_features(len(labels), encoder)
+    views = adapted.features, pretrained and pretrained.features
+    scores, components, took = score(calibrators, heads, *views)
     sure = unlike = None
     for name in calibrators:
         if METHODS[name].gives_confidence:
-            sure, typicality = calibrators[name].assess(*views.arrays)
+            sure, typicality = calibrators[name].assess(*views)
             unlike = 100.0 * float(np.mean(typicality < confidence.UNTYPICAL))
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
@@ -228,18 +216,15 @@ def evaluate(
         earlier={n: 100 * float(np.mean(s.task < true_tasks)) for n, s in scores.items()},
         later={n: 100 * float(np.mean(s.task > true_tasks)) for n, s in scores.items()},
     )
-    took |= {"test_extraction_images": len(labels)}
-    took |= {"test_extraction_seconds": views.adapted.seconds}
+    extraction = {"images": len(labels), "seconds": adapted.seconds}
     return {
         "task": task,
         "test_images": len(labels),
         "labels": {name: evaluation.pack(of.label) for name, of in scores.items()},
         **evaluation.measure(scores, labels, true_tasks, sure),
         "unlike_learned": unlike,
-        "components": {
-            name: evaluation.accuracy(labels, part.label) for name, part in components.items()
-        },
-        "timing": took,
+        "components": {n: evaluation.accuracy(labels, of.label) for n, of in components.items()},
+        "timing": {f"test_extraction_{n}": value for n, value in extraction.items()} | took,
     }
 
 

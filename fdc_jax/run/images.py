@@ -1,10 +1,10 @@
 """The images of one run: batches to train on, features in all views to fit and to score."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from fdc_jax.data.batches import Batch, EvaluationBatches, TrainBatches
 from fdc_jax.features.extraction import Extraction
@@ -13,17 +13,8 @@ from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from fdc_jax.run.setup import Setup
 
-
-class Views(NamedTuple):
-    """Features of the same images by E_t and by E_0; those of E_0 are None if not needed."""
-
-    adapted: Extraction
-    pretrained: Extraction | None
-
-    @property
-    def arrays(self) -> tuple[Float[np.ndarray, "n d"], Float[np.ndarray, "n e"] | None]:
-        """Returns the features alone."""
-        return self.adapted.features, self.pretrained and self.pretrained.features
+# Features of the same images by E_t and by E_0; those of E_0 are None if not needed.
+Views = tuple[Extraction, Extraction | None]
 
 
 class RunImages:
@@ -86,7 +77,7 @@ class RunImages:
         for pretrained in new:
             cache.keep(name, indices, pretrained)
         self._decoded.clear()
-        return Views(adapted, pretrained)
+        return adapted, pretrained
 
     def test_features(self, count: int, encoder: Any) -> Views:
         """Returns features of the first `count` test images (line 14)."""
@@ -99,12 +90,12 @@ class RunImages:
 
         adapted = extract(encoder, indices[:count])
         if not setup.pretrained_view:
-            return Views(adapted, None)
+            return adapted, None
         pretrained = setup.pretrained_features.find("test", indices)
         if pretrained is None:
             pretrained = extract(vit.pretrained_kernels(setup.backbone), indices)
             setup.pretrained_features.keep("test", indices, pretrained)
-        return Views(adapted, pretrained._replace(features=pretrained.features[:count]))
+        return adapted, pretrained._replace(features=pretrained.features[:count])
 
     def _labelled(self, task: int) -> tuple[Any, ...]:
         """Returns a task's training images, their indices, and labels within the task."""

@@ -16,10 +16,9 @@ class Loggers:
     """The loggers of `config.log`, and the file of events of a run."""
 
     def __init__(self, names: str, events: Path):
-        self._names, self._folder = names.split(",") if names else [], events.parent
+        self._names, self._folder = list(filter(None, names.split(","))), events.parent
         self._sinks: list[Callable[..., None]] = []
         self._seen: list[tuple[Any, ...]] = []
-        self._learned: dict[str, list[float]] = {}  # accuracy of each task when it was learned
         for line in events.read_text("utf-8").splitlines() if names and events.exists() else ():
             if line.endswith("}"):  # The last one may lack its end.
                 self.add(json.loads(line))
@@ -31,12 +30,6 @@ class Loggers:
         values = {name: value for name, value in event.items() if name not in _KEYS}
         if not self._names or not values or key in self._seen:
             return
-        for name, now in event.get("task_accuracy", {}).items():
-            before = self._learned.setdefault(name, [])
-            if 0 < len(before) == task:  # evaluated after every task
-                change = (end - start for end, start in zip(now, before, strict=False))
-                values.setdefault("backward_transfer", {})[name] = sum(change) / len(before)
-            before.append(now[-1])
         for name in () if self._seen else self._names:
             try:
                 self._sinks.append(KINDS[name](self._folder, event["time"]))

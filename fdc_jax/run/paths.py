@@ -117,11 +117,11 @@ def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) ->
     Their tasks keep their sizes, unless `classes_per_task` has changed.
     """
 
-    def read() -> list[dict[str, Any]]:
-        runs = map(RunPaths, folders)
-        return [run.read_config() for run in runs if run.config_file.exists()]
+    def read() -> dict[str, Any]:
+        runs = [run.read_config() for run in map(RunPaths, folders) if run.config_file.exists()]
+        return max(runs, key=lambda saved: len(saved.get(CLASSES, {})), default={PLANNED: []})
 
-    empty = {PLANNED: []}
-    best = max(processes.on_first(read)(), key=lambda it: len(it.get(CLASSES, {})), default=empty)
-    same = best.get("classes_per_task") == classes_per_task
-    return known_of(best) if same else known_of(best)._replace(sizes=())
+    saved = processes.on_first(read)()
+    known = known_of(saved)
+    same = saved.get("classes_per_task") == classes_per_task
+    return known if same else known._replace(sizes=())

@@ -18,26 +18,13 @@ _POINT = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy")
 def collect(
     setup: Setup, seed: int, calibrators: Mapping[str, Any], records: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the content of `results.json`.
-
-    Args:
-        setup: the run.
-        seed: its seed.
-        calibrators: of all tasks, by name.
-        records: the evaluation after each task.
-    """
+    """Returns the content of `results.json`, from the calibrators of all tasks and the records."""
     config, tasks, last = setup.config, setup.tasks, records[-1]
     complete = len(records) == len(tasks.tasks)
     selected = setup.learner.selected
     storage = {name: calibrator.storage_bytes for name, calibrator in calibrators.items()}
     if selected not in last["components"]:  # Without the pretrained view, the other is all.
         selected = selected.removesuffix("_adapted_view")
-
-    def average(name: str) -> float | None:
-        """Returns the mean over tasks of the accuracy after each (AIA); None if one is missing."""
-        values = [record["accuracy"][name] for record in records]
-        return float(np.mean(values)) if complete else None
-
     return {
         "benchmark": config.benchmark,
         "split": tasks.test.partition,
@@ -51,8 +38,10 @@ def collect(
         "num_test_images": len(tasks.test_indices),
         "accuracy": last["accuracy"],
         "routing_accuracy": last["routing_accuracy"],
-        "average_incremental_accuracy": {
-            name: average(name) for name in last["accuracy"] if name != "oracle"
+        "average_incremental_accuracy": {  # None if the accuracy after a task is missing
+            name: float(np.mean([of["accuracy"][name] for of in records])) if complete else None
+            for name in last["accuracy"]
+            if name != "oracle"
         },
         "components": last["components"],
         "selected": {"components": selected, "accuracy": last["components"].get(selected)},
@@ -84,11 +73,10 @@ def collect(
 
 
 def _peak_memory(per_task: list[dict[str, Any]]) -> dict[str, int | None]:
-    """Returns the peak of training, and the bytes by which each calibrator raised the peak.
+    """Returns the peak of the first task's training, and the bytes that each calibrator added.
 
-    A calibrator's bytes include the extraction of features and exclude evaluation and other
-    calibrators. Training is that of the first task, before anything was fitted. None on a CPU, and
-    if the first task was trained by a process that did not live to record it.
+    These include the extraction of features and exclude evaluation and other calibrators. None on a
+    CPU, and if the first task was trained by a process that did not live to record it.
     """
     known = [memory for memory in per_task if memory.get("training") is not None]
     if not known or known[0] is not per_task[0]:
@@ -105,12 +93,11 @@ def _timing(per_task: list[dict[str, float]]) -> dict[str, Any]:
     total: dict[str, Any] = {}
     for name in sorted(set().union(*per_task)):
         values: list[Any] = [timing.get(name, 0.0) for timing in per_task]
-        total[name] = _sums(values) if isinstance(values[0], dict) else sum(values)
+        if isinstance(values[0], dict):
+            total[name] = {key: sum(value[key] for value in values) for key in values[0]}
+        else:
+            total[name] = sum(values)
     seconds = total.get("training_seconds")
     total["training_images_per_second"] = total["training_images"] / seconds if seconds else None
     total["input_wait_fraction"] = total["input_wait_seconds"] / seconds if seconds else None
     return total
-
-
-def _sums(values: list[Any]) -> dict[str, float]:
-    return {name: sum(value[name] for value in values) for name in values[0]}

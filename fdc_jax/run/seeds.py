@@ -41,7 +41,9 @@ def run(
     stop.poll()
     with _explained(config), contextlib.ExitStack() as held:
         setup, folders = _set_up(config, workdir, quiet)
-        processes.check_same(_common(setup))
+        fields, own = configuration.flatten(config), configuration.OF_A_HOST
+        shared = {f"config.{name}": value for name, value in fields.items() if name not in own}
+        processes.check_same(shared | setups.checksums(setup, setup.tasks))
         if not quiet:
             print(describe(setup), file=sys.stderr, flush=True)
         lock = processes.on_first(lambda folder: held.enter_context(locked(folder / ".lock")))
@@ -57,8 +59,7 @@ def run(
 def check(config: Config, workdir: str, quiet: bool = False) -> str:
     """Returns lines about a run, its hours and GiB; checks all that it needs and trains nothing.
 
-    Raises:
-        InputError: configuration, data, weights or work directory are not as expected.
+    Raises InputError as `run` does.
     """
     with _explained(config):
         setup, folders = _set_up(config, workdir, quiet)
@@ -90,8 +91,7 @@ def run_seed(
 ) -> dict[str, Any]:
     """Returns the results of a seed, which is learned or resumed if it is not finished."""
     store = Store(folder, setup, seed)
-    finished = store.finished()
-    if finished is not None:
+    if (finished := store.finished()) is not None:
         if not quiet:
             print(f"{folder}: finished before, not done again", file=sys.stderr)
         return finished
@@ -105,8 +105,8 @@ def run_seed(
         progress.start(total=steps[-1], done=steps[point.trained_tasks] + point.step)
         log = StepLog(store.event, progress, point.timing)
         images = RunImages(setup, seed, stop.poll)
-        work = experiment.Work(store, checkpoints, images, log, progress, stop)
-        calibrators = experiment.run(setup, seed, point, work)
+        work = experiment.Work(setup, seed, store, checkpoints, images, log, progress, stop)
+        calibrators = experiment.run(work, point)
     records = processes.on_first(store.read_records)()
     collected = results.collect(setup, seed, calibrators, records)
     store.finish(calibrators, collected)
@@ -147,19 +147,9 @@ def _explained(config: Config) -> Iterator[None]:
             ) from error
         file = getattr(sys.modules.get(config.learner.name), "__file__", None)
         frames = traceback.extract_tb(error.__traceback__)
-        known = errors.outcome(error) is not None
-        if known or file is None or all(frame.filename != file for frame in frames):
+        if errors.outcome(error) or file not in [frame.filename for frame in frames]:
             raise
         raise InputError(f"learner.name: {config.learner.name}: {errors.origin(error)}") from error
-
-
-def _common(setup: Setup) -> dict[str, Any]:
-    """Returns the values that must be the same on all processes of a run, by name."""
-    fields, own = configuration.flatten(setup.config), configuration.OF_A_HOST
-    return {
-        **{f"config.{name}": value for name, value in fields.items() if name not in own},
-        **setups.checksums(setup, setup.tasks),
-    }
 
 
 @processes.on_first

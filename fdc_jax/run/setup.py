@@ -60,10 +60,7 @@ class Setup(Encoders):
 def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
     """Returns the set-up of a valid configuration, after all checks that need data or weights.
 
-    Args:
-        config: the configuration.
-        quiet: show no download.
-        known: the classes that a resumed run knows.
+    `known` are the classes that a resumed run knows.
 
     Raises:
         InputError: configuration, data or weights are not as expected.
@@ -74,7 +71,8 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
     _check_sizes(config, width, tasks)
     counts = [len(indices) for indices in tasks.train_indices]
     if not config.train.epochs:
-        config.train.epochs = epochs_for(counts[0])
+        # 20, the paper's number, for thousands of images.
+        config.train.epochs = 40 if counts[0] <= 1000 else 20 if counts[0] <= 5000 else 10
     encoders = build_encoders(config, tasks.planned, quiet)
     train, data, update = config.train, config.data, encoders.learner.update()
     epochs = [train.first_epochs or train.epochs, *[train.epochs] * (len(counts) - 1)]
@@ -119,21 +117,10 @@ def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> T
     return build_tasks(*splits, known, **{name: config[name] for name in fields}, **limits)
 
 
-def epochs_for(num_images: int) -> int:
-    """Returns the number of epochs for tasks of so many images: 20, the paper's, for thousands."""
-    return 40 if num_images <= 1000 else 20 if num_images <= 5000 else 10
-
-
 def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool = True) -> Encoders:
-    """Returns the parts of a set-up that need no image.
+    """Returns the parts of a set-up that need no image; raises InputError.
 
-    Args:
-        config: the configuration.
-        classes_per_task: number of classes of each task, also of those that follow later.
-        quiet: show no download.
-
-    Raises:
-        InputError: configuration or weights are not as expected.
+    `classes_per_task` has the number of classes of each task, also of those that follow later.
     """
     mesh, variant = devices.data_mesh(), recognise(config)
     cache, encoder = cache_folder(config), config.encoder
@@ -163,11 +150,7 @@ def build_model(config: Config, mesh: Mesh) -> vit.VisionTransformer:
 def make_learner(
     config: Config, model: vit.VisionTransformer, classes_per_task: Sequence[int], mesh: Mesh
 ) -> Learner:
-    """Returns the learner of a configuration.
-
-    Raises:
-        InputError: the learner does not exist, or its options contradict each other.
-    """
+    """Returns the learner of a configuration; raises InputError."""
     train, chosen = config.train, config.learner
     fields = ("rank", "epochs", "increment_learning_rate", "head_learning_rate", "schedule")
     setup = training.LearnerSetup(
@@ -243,13 +226,12 @@ def checksums(encoders: Encoders, tasks: TaskStream) -> dict[str, str]:
 
 def trained_parameters(encoders: Encoders) -> int:
     """Returns the number of parameters that a task trains."""
-    learner = encoders.learner
 
-    def start(backbone):
-        return learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
+    def trained(backbone, learner=encoders.learner):
+        return learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))[1]
 
-    _, trained = jax.eval_shape(start, encoders.backbone)
-    return sum(leaf.size for leaf in jax.tree.leaves(trained))
+    leaves = jax.tree.leaves(jax.eval_shape(trained, encoders.backbone))
+    return sum(leaf.size for leaf in leaves)
 
 
 # The learner's state on the devices ---------------------------------------------------------------

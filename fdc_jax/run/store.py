@@ -178,7 +178,7 @@ class Store(RunPaths):
         """Returns the features of `keep_previous`, or None if it was not called for the task."""
         path = self.features_folder / f"train_previous_{task}.npy"
         arrays = processes.from_first(lambda: {"n": read_npy(path)} if path.exists() else None)
-        return arrays and arrays["n"]
+        return arrays["n"] if arrays else None
 
     @processes.on_first
     def keep(self, task: int, calibrators: Mapping[str, Any], features: TaskFeatures) -> None:
@@ -200,13 +200,13 @@ class Store(RunPaths):
         self.event("evaluation", **record)
 
     @processes.on_first
-    def keep_test(self, views: Any, columns: dict[str, Any], heads: list[Any]) -> None:
+    def keep_test(self, views: tuple[Any, Any], columns: dict[str, Any], heads: list[Any]) -> None:
         """Writes `predictions.npz`; if wanted, also features of test images and final heads."""
         with write_atomically(self.predictions_file) as file:
             np.savez_compressed(file, **columns)
         if self._config.save_features:
             feature_files.write_final_heads(self.features_folder, heads)
-            feature_files.write_test(self.features_folder, *views.arrays, columns["label"])
+            feature_files.write_test(self.features_folder, *views, columns["label"])
 
     @processes.on_first
     def finish(self, calibrators: Mapping[str, Any], results: dict[str, Any]) -> None:
