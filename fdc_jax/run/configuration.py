@@ -36,27 +36,19 @@ NOT_COMPARED = WITHOUT_EFFECT.union(
 
 # Allowed values, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(("num_tasks", "train.epochs", "train.first_epochs"), "[0, inf)"),
+    **dict.fromkeys(("data.train_per_class", "data.test_per_class"), "[0, inf)"),
+    **dict.fromkeys(("data.workers", "data.cache_gib"), "[0, inf)"),
+    **dict.fromkeys(("train.batch_size", "evaluation.every"), "[1, inf)"),
+    **dict.fromkeys(("checkpoint.every_steps", "checkpoint.keep"), "[1, inf)"),
+    **dict.fromkeys(("encoder.image_size", "encoder.heads"), "[0, 4096]"),
+    **dict.fromkeys(("train.increment_learning_rate", "train.head_learning_rate"), "(0, inf)"),
     "class_order_seed": "[-1, 4294967295]",
-    "num_tasks": "[0, inf)",
-    "encoder.image_size": "[0, 4096]",
-    "encoder.heads": "[0, 4096]",
     "data.test_share": "[0, 1)",
-    "data.train_per_class": "[0, inf)",
-    "data.test_per_class": "[0, inf)",
-    "data.workers": "[0, inf)",
-    "data.cache_gib": "[0, inf)",
-    "learner.preset": ("protocol", "native"),
-    "train.epochs": "[0, inf)",
-    "train.first_epochs": "[0, inf)",
-    "train.batch_size": "[1, inf)",
-    "train.increment_learning_rate": "(0, inf)",
-    "train.head_learning_rate": "(0, inf)",
-    "train.schedule": ("constant", "cosine", "quarter_cosine"),
-    "train.rank": "[1, 8192]",
     "evaluation.batch_size": "[1, 65536]",
-    "evaluation.every": "[1, inf)",
-    "checkpoint.every_steps": "[1, inf)",
-    "checkpoint.keep": "[1, inf)",
+    "learner.preset": ("protocol", "native"),
+    "train.rank": "[1, 8192]",
+    "train.schedule": ("constant", "cosine", "quarter_cosine"),
 }
 
 # Fields that divide classes into tasks; a run may grow by further tasks.
