@@ -29,8 +29,11 @@ FLAGS = flags.FLAGS
 class _Parser(flags.ArgumentParser):
     """Reads the values of a flag by a function."""
 
-    def __init__(self, parse: Callable[[Any], Any]):
-        self.parse = parse
+    def __init__(self, read: Callable[[Any], Any]):
+        self._read = read
+
+    def parse(self, argument: Any) -> Any:
+        return self._read(argument)
 
 
 def _load(name: str) -> Any:
