@@ -79,7 +79,8 @@ def test_class_gaussians_beyond_the_paper(gaussians):
 
 def test_digits():
     table, record = rows("docs/results.md", "| | Raw | FDC | task given |"), saved("digits")
-    for name, key in (("final accuracy", "accuracy"),) + (
+    for name, key in (
+        ("final accuracy", "accuracy"),
         ("average incremental accuracy", "average_incremental_accuracy"),
     ):
         shown = [f"{each['mean']:.2f} ± {each['std']:.2f}" for each in record[key].values()]
