@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import foreign, open_regular, write_folder_atomically
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+# Files of images are hardly compressible: more is a bomb.
+_LARGEST_RATIO, _ALWAYS_ALLOWED = 100, 2**28  # bytes unpacked per byte of the archive; bytes
 
 
 def stem(name: str) -> str:
@@ -26,17 +30,25 @@ def unpack(archive: Path, cache: Path) -> Path:
     The folder's name depends on path, size and modification time of the archive.
 
     Raises:
-        InputError: the file is no archive, is damaged, or would write outside the folder.
+        InputError: the file is no archive, is damaged, would write outside the folder, or is so
+            large when unpacked that the disk is too small or it can be no archive of images.
     """
-    stat = archive.stat()
-    state = f"{os.path.abspath(archive)} {stat.st_size} {stat.st_mtime_ns}"
+    status = archive.stat()
+    state = f"{os.path.abspath(archive)} {status.st_size} {status.st_mtime_ns}"
     digits = hashlib.sha256(os.fsencode(state)).hexdigest()[:16]
     folder = cache / f"{stem(archive.name)[:50]}-{digits}"
     if folder.is_dir():
         return folder
     with write_folder_atomically(folder) as unfinished:
+        room = shutil.disk_usage(unfinished).free
+        allowed = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * status.st_size)
+        size = 0
         try:
-            _extract(archive, unfinished)
+            for number in _extracted(archive, unfinished):
+                size += number
+                if size > min(room, allowed):
+                    limit = f"the {room:,} that are free" if room < allowed else f"{allowed:,}"
+                    raise InputError(f"{archive}: expected at most {limit} bytes when unpacked")
         except InputError:
             raise
         except Exception as error:  # Damaged archives raise a dozen types.
@@ -45,12 +57,28 @@ def unpack(archive: Path, cache: Path) -> Path:
     return folder
 
 
-def names(path: Path) -> list[str]:
-    """Returns the names of all files of an archive or a folder.
+def _extracted(archive: Path, destination: Path) -> Iterator[int]:
+    """Unpacks an archive file by file; yields the size of each before it is written."""
+    with open_regular(archive) as file:
+        start = file.read(1024)
+    if start.startswith(b"PK\x03\x04") or zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as packed:
+            for member in packed.infolist():
+                member.filename = member.filename.replace("\\", "/")  # of programs for Windows
+                yield member.file_size
+                packed.extract(member, destination)
+    elif tarfile.is_tarfile(archive):
+        with tarfile.open(archive) as packed:
+            for member in packed:
+                yield member.size
+                packed.extract(member, destination, filter="data")
+    else:
+        text = f"{archive}: expected a folder, or a zip or tar archive of one"
+        raise InputError("; ".join(filter(None, (text, foreign(start)))))
 
-    Raises:
-        InputError: the file is no archive, or damaged.
-    """
+
+def names(path: Path) -> list[str]:
+    """Returns the names of all files of an archive or a folder; InputError if it is damaged."""
     if path.is_dir():
         return [file.relative_to(path).as_posix() for file in path.rglob("*")]
     try:
@@ -61,21 +89,3 @@ def names(path: Path) -> list[str]:
             return packed.getnames()
     except Exception as error:  # Damaged archives raise a dozen types.
         raise InputError(f"{path}: cannot list its files: {error}") from error
-
-
-def _extract(archive: Path, destination: Path) -> None:
-    with open_regular(archive) as file:
-        start = file.read(1024)
-    starts_as_zip = start.startswith(b"PK\x03\x04")
-    if starts_as_zip or zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as packed:
-            packed.extractall(destination)
-    elif tarfile.is_tarfile(archive):
-        with tarfile.open(archive) as packed:
-            packed.extractall(destination, filter="data")
-    else:
-        found = foreign(start)
-        raise InputError(
-            f"{archive}: expected a folder, or a zip or tar archive of one"
-            + f"; {found}" * bool(found)
-        )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, escaped
 
 # The class order under which per-task counts are listed, and PILOT's default.
 REFERENCE_CLASS_ORDER_SEED = 1993
@@ -138,11 +138,18 @@ def verify(
     test_labels: Int[np.ndarray, " m"],
     class_names: Sequence[str],
 ) -> None:
-    """Checks the class indices of whole splits; those of a benchmark against the table.
+    """Checks classes and class indices of whole splits; those of a benchmark against the table.
 
     Raises:
-        InputError: a class has no training images, or a count differs from the table's.
+        InputError: a class has no training images or an unprintable name, or a count differs from
+            the table's.
     """
+    if odd := [
+        escaped(class_name) for class_name in class_names if escaped(class_name) != class_name
+    ]:
+        raise InputError(
+            f"{name}: expected class names without control characters, found {', '.join(odd[:10])}"
+        )
     missing = np.setdiff1d(np.arange(len(class_names)), train_labels)[:10]
     if len(missing):
         raise InputError(

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 from collections.abc import Callable, Container, Sequence
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
 from PIL import Image
 
 from fdc_jax.data import images
-from fdc_jax.errors import InputError, escaped
+from fdc_jax.errors import escaped
 
 # Accepted names of a split for testing, by preference.
 TEST_NAMES = ("test", "val", "validation")
+
+
+@dataclasses.dataclass
+class Skipped:
+    """Paths that a search for images skips, or that deserve a look, by reason."""
+
+    paths: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    OTHER: ClassVar[str] = "files without the suffix of an image"
+
+    def add(self, reason: str, path: Sequence[str]) -> None:
+        """Adds a path by its names below the folder of the search."""
+        self.paths.setdefault(reason, []).append(escaped("/".join(path)))
+
+    def counts(self, limit: int = 3) -> dict[str, str]:
+        """Returns for each reason the number of paths, with the first ones."""
+        texts = {}
+        for reason, paths in self.paths.items():
+            examples = ", ".join(paths[:limit]) + ", ..." * (len(paths) > limit)
+            if reason == self.OTHER:
+                kinds = collections.Counter(os.path.splitext(path)[1].lower() for path in paths)
+                common = kinds.most_common(5)
+                examples = ", ".join(f"{count} {kind or 'without any'}" for kind, count in common)
+                if {".heic", ".heif"} & kinds.keys():
+                    examples += "; pip install pillow-heif"
+            texts[reason] = f"{len(paths):,} ({examples})"
+        return texts
+
+    def text(self, limit: int = 3) -> str:
+        """Returns the same in one line."""
+        return "; ".join(f"{reason}: {text}" for reason, text in self.counts(limit).items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,34 +66,25 @@ class Dataset:
     read: Callable[[int], bytes | Image.Image]
     upright: bool = False  # whether to turn images as their EXIF data say
     pixel_hashes: Callable[[], Sequence[bytes]] = tuple  # `images.pixels_sha256` per image
-
-    def __post_init__(self) -> None:
-        for name in self.class_names:
-            if escaped(name) != name:
-                raise InputError(
-                    f"{self.name}: expected class names without control characters, found "
-                    f"'{escaped(name)}'"
-                )
+    skipped: Skipped = dataclasses.field(default_factory=lambda: Skipped())  # in both splits
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """Returns a decoded image.
-
-        Raises:
-            InputError: the image cannot be read.
-        """
+        """Returns a decoded image; raises InputError if it cannot be read."""
         return images.decode(self.read(index), self.describe(index), self.upright)
 
     @functools.cached_property
     def checksum(self) -> str:
         """SHA-256 of names, labels and pixels, 64 hexadecimal digits, whatever their order."""
         digest = hashlib.sha256(json.dumps(list(self.class_names)).encode())
-        records = zip(self.ids, self.labels.tolist(), self.pixel_hashes(), strict=True)
-        for name, label, pixels in sorted(records):
-            digest.update(f"\n{name}\t{label}\t{pixels.hex()}".encode())
+        for name, label, pixels in self._records():
+            digest.update(os.fsencode(f"\n{name}\t{label}\t{pixels.hex()}"))
         return digest.hexdigest()
+
+    def _records(self) -> list[tuple[str, int, bytes]]:
+        return sorted(zip(self.ids, self.labels.tolist(), self.pixel_hashes(), strict=True))
 
     def describe(self, index: int) -> str:
         """Returns the name of an image for an error message."""
@@ -72,11 +95,9 @@ def class_checksums(*splits: Dataset) -> dict[str, str]:
     """Returns a checksum of each class, 16 hexadecimal digits of names and pixels of its images."""
     digests = {name: hashlib.sha256() for name in splits[0].class_names}
     for split in splits:
-        for name, label, pixels in sorted(
-            zip(split.ids, split.labels.tolist(), split.pixel_hashes(), strict=True)
-        ):
+        for name, label, pixels in split._records():
             line = f"{split.split}\t{name}\t{pixels.hex()}\n"
-            digests[split.class_names[label]].update(line.encode())
+            digests[split.class_names[label]].update(os.fsencode(line))
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
 

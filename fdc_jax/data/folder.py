@@ -1,4 +1,4 @@
-"""Folders of images as data sets: files, division into train and test, hashes of pixels.
+"""Folders of images as data sets: search, division into train and test, hashes of pixels.
 
 Hashes stay in the cache with size and modification time of their file, so that only new and
 changed images are decoded again.
@@ -11,16 +11,18 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+import unicodedata
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, images
-from fdc_jax.data.dataset import Dataset, default_workers, split_name
+from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import open_regular, read_object, write_json
 
@@ -30,15 +32,23 @@ _log = logging.getLogger(__name__)
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 if images.HEIC:
     IMAGE_SUFFIXES += (".heic", ".heif")
+# Folders of operating systems; so are all names with a leading dot.
+_OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+_LAYOUTS = (
+    "train/CLASS/IMAGE and test/CLASS/IMAGE, or CLASS/IMAGE with config.data.test_share above 0"
+)
+# Reasons to skip a path that are errors in a data set.
+_DEAD, _EMPTY, _SINGLE = "dead links", "class folders without images", "classes of one image alone"
+
+_Parts = tuple[str, ...]  # names of a path below the folder of a search, in Unicode's form NFC
 
 
 class ImageFile(NamedTuple):
     """An image file of a folder."""
 
     path: Path
-    name: str  # "CLASS/IMAGE", below the folder of its split
     class_name: str
-    state: tuple[int, int]  # size in bytes, modification time in nanoseconds
+    name: str  # "CLASS/IMAGE", below the folder of its split
 
 
 def open_folder(
@@ -48,6 +58,7 @@ def open_folder(
     *,
     partition: str = "given",
     test_share: float = 0.0,
+    allow_overlap: bool = False,
     upright: bool = True,
     workers: int = 0,
     quiet: bool = True,
@@ -62,33 +73,41 @@ def open_folder(
         partition: name of the division of a divided folder, for results.
         test_share: share of each class for testing, if the folder is not divided; 0 allows no
             such folder.
+        allow_overlap: whether images of train may be in test, too.
         upright: whether to turn images as their EXIF data say.
         workers: number of decoding threads; 0: one per core.
         quiet: whether to hide progress.
 
     Raises:
-        InputError: folders, classes or images are not as expected; names all unreadable images.
+        InputError: folders, classes or images are not as expected; names all of a kind.
     """
-    root = Path(os.path.abspath(root))
-    splits, partition, notes = _splits(root, partition, test_share)
-    files = [file for split in splits.values() for file in split]
-    class_names = tuple(sorted({file.class_name for file in files}))
-    label = {class_name: index for index, class_name in enumerate(class_names)}
-    labels = {
-        split: np.array([label[file.class_name] for file in files], np.int32)
-        for split, files in splits.items()
-    }
-    benchmarks.verify(name, labels["train"], labels["test"], class_names)  # before all is decoded
+    root, skipped = Path(os.path.abspath(root)), Skipped()
+    try:
+        splits = _arrange(*_search(root, skipped), skipped)
+        if every := splits.get(""):
+            if not test_share:
+                raise InputError(f"expected {_LAYOUTS}; found classes without train and test")
+            splits, partition = divide(every, test_share, skipped), f"{test_share:g} of each class"
+    except InputError as error:
+        raise InputError("; ".join(filter(None, (f"{root}: {error}", skipped.text())))) from error
+    wrong = {it: skipped.paths[it] for it in (_DEAD, _EMPTY, _SINGLE) if it in skipped.paths}
+    if wrong:
+        raise InputError(f"{root}: expected images in every class, found {Skipped(wrong).text(99)}")
+    class_names, labels = _verified(name, splits)  # before all images are decoded
+    for label in np.setdiff1d(labels["train"], labels["test"]):
+        skipped.add("classes without test images", (class_names[label],))
     digits = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    kept = cache / f"{name[:50]}-{digits}.json"
-    hashes, num_new = _pixel_hashes(name, files, kept, upright, workers or default_workers(), quiet)
-    if num_new:
-        trained_on = {hashes[file.path] for file in splits["train"]}
-        both = [file.path for file in splits["test"] if hashes[file.path] in trained_on]
-        if both:
-            notes.insert(0, f"{counted(len(both), 'test image')} also in train, such as {both[0]}")
-        for note in notes:
-            _log.warning("%s: %s", name, note)
+    kept, files = cache / f"{name[:50]}-{digits}.json", splits["train"] + splits["test"]
+    hashes = _pixel_hashes(name, files, kept, upright, workers or default_workers(), quiet)
+    trained_on = {hashes[file.path] for file in splits["train"]}
+    both = [file for file in splits["test"] if hashes[file.path] in trained_on]
+    if both and not allow_overlap:
+        raise InputError(
+            f"{root}: expected no image of train in test, found {len(both):,}, such as "
+            f"{both[0].path}; config.data.allow_overlap=True accepts them"
+        )
+    for file in both:
+        skipped.add("test images that are in train, too", ("test", file.name))
 
     def dataset(split: str) -> Dataset:
         files = splits[split]
@@ -102,119 +121,14 @@ def open_folder(
             read=lambda index: content(files[index].path),
             upright=upright,
             pixel_hashes=lambda: [hashes[file.path] for file in files],
+            skipped=skipped,
         )
 
     return dataset("train"), dataset("test")
 
 
-# Files of folders ---------------------------------------------------------------------------------
-
-
-def _splits(
-    root: Path, partition: str, share: float
-) -> tuple[dict[str, list[ImageFile]], str, list[str]]:
-    """Returns the images of train and test, the name of the division, and warnings."""
-    divided = _nearest(root, lambda below: "train" in below and split_name("test", below) in below)
-    if divided is not None:
-        below = _subfolders(divided)
-        train, skipped = list_images(below["train"])
-        test, more = list_images(below[split_name("test", below)])
-        splits, skipped = {"train": train, "test": test}, skipped + more
-    else:
-        top = _nearest(root, lambda below: sum(map(_holds_images, below.values())) > 1)
-        if top is None or not share:
-            found = ", ".join(list(_subfolders(root))[:10]) or "no folder"
-            raise InputError(
-                f"{root}: expected train/CLASS/IMAGE and test/CLASS/IMAGE, or CLASS/IMAGE with "
-                f"config.data.test_share above 0; found {found}"
-            )
-        files, skipped = list_images(top)
-        splits, partition = divide(files, share), f"{share:g} of each class"
-    for split, files in splits.items():
-        if not files:
-            raise InputError(f"{root}: expected images for {split}, found none")
-    return splits, partition, _skipped(skipped)
-
-
-def _nearest(root: Path, fits: Callable[[dict[str, Path]], bool]) -> Path | None:
-    """Returns the folder whose subfolders fit, at `root` or up to two levels below it.
-
-    Raises:
-        InputError: several folders of the same level fit.
-    """
-    level = [root]
-    for _ in range(3):
-        fitting = [folder for folder in level if fits(_subfolders(folder))]
-        if len(fitting) > 1:
-            names = ", ".join(str(folder.relative_to(root)) for folder in fitting[:10])
-            raise InputError(
-                f"{root}: expected one folder of classes, or train and test, found {names}; name "
-                "one of them, or these folders train and test"
-            )
-        if fitting:
-            return fitting[0]
-        level = [child for folder in level for child in _subfolders(folder).values()]
-    return None
-
-
-def _subfolders(folder: Path) -> dict[str, Path]:
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and _visible(entry.name))
-    return {name: folder / name for name in names}
-
-
-def _holds_images(folder: Path) -> bool:
-    with os.scandir(folder) as entries:
-        return any(_is_image(entry.name) and entry.is_file() for entry in entries)
-
-
-def _visible(name: str) -> bool:
-    return not name.startswith(".") and name != "__MACOSX"
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES) and _visible(name)
-
-
-def verify_names(name: str, files: Iterable[str]) -> None:
-    """Checks the numbers of images of a benchmark by the names of all files of its archive.
-
-    Raises:
-        InputError: see `benchmarks.verify`.
-    """
-    of_split: dict[str, list[str]] = {"train": [], "test": []}
-    for *folders, file in (name.split("/") for name in files):
-        for split in of_split.keys() & folders[:-1] if _is_image(file) else ():
-            if all(map(_visible, folders)):
-                of_split[split].append(folders[folders.index(split) + 1])
-    class_names = sorted({each for members in of_split.values() for each in members})
-    train, test = (np.searchsorted(class_names, members) for members in of_split.values())
-    benchmarks.verify(name, train, test, class_names)
-
-
-def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
-    """Returns the images of FOLDER/CLASS/..., by class and name as strings, and other file names.
-
-    Raises:
-        InputError: a class folder has no image.
-    """
-    files: list[ImageFile] = []
-    others: list[str] = []
-    for class_name, class_folder in _subfolders(folder).items():
-        paths, skipped = _images_below(class_folder, "class folder")
-        for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in paths):
-            state = path.stat()
-            files.append(ImageFile(path, name, class_name, (state.st_size, state.st_mtime_ns)))
-        others += skipped
-    return files, others
-
-
 def content(path: Path) -> bytes:
-    """Returns the bytes of an image file.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """Returns the bytes of an image file; raises InputError if they cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read()
@@ -222,68 +136,179 @@ def content(path: Path) -> bytes:
         raise InputError(f"{path}: cannot read: {error.strerror}") from error
 
 
+# Search -------------------------------------------------------------------------------------------
+
+
+def _visible(name: str) -> bool:
+    return not name.startswith(".") and name not in _OF_SYSTEMS
+
+
+def _search(root: Path, skipped: Skipped) -> tuple[dict[Path, _Parts], set[_Parts]]:
+    """Returns the images and the folders at and below a folder.
+
+    Every folder is met once, by its own path rather than by a link. A folder that cannot be read
+    raises its OSError.
+    """
+    files: dict[Path, _Parts] = {}
+    met: dict[tuple[int, int], _Parts] = {}
+    folders: collections.deque[tuple[Path, _Parts]] = collections.deque([(root, ())])
+    links: collections.deque[tuple[Path, _Parts]] = collections.deque()
+    while folders or links:
+        folder, parts = (folders or links).popleft()
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in met:
+            skipped.add("links to folders that are met elsewhere", parts)
+            continue
+        met[status.st_dev, status.st_ino] = parts
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries)
+        for name in names:
+            path, child = folder / name, (*parts, unicodedata.normalize("NFC", name))
+            if not _visible(name):
+                skipped.add("hidden files and folders of systems", child)
+            elif path.is_dir():
+                (links if path.is_symlink() else folders).append((path, child))
+            elif not path.is_file():
+                skipped.add(_DEAD if path.is_symlink() else "no regular files", child)
+            elif not name.lower().endswith(IMAGE_SUFFIXES):
+                skipped.add(Skipped.OTHER, child)
+            else:
+                files[path] = child
+    return files, set(met.values())
+
+
 def find_images(folder: Path) -> list[Path]:
-    """Returns the images at and below a folder, by name; a warning counts the other files.
+    """Returns the images at and below a folder, by name; a warning counts what is skipped.
 
     Raises:
         InputError: the folder has no image.
     """
-    paths, skipped = _images_below(folder, "folder")
-    for note in _skipped(skipped):
-        _log.warning("%s: %s", folder, note)
-    return paths
+    skipped = Skipped()
+    files, _ = _search(folder, skipped)
+    if not files:
+        text = f"{folder}: expected images in this folder, found none"
+        raise InputError("; ".join(filter(None, (text, skipped.text()))))
+    if skipped.paths:
+        _log.warning("%s: skipped %s", folder, skipped.text())
+    return sorted(files)
 
 
-def _images_below(folder: Path, kind: str) -> tuple[list[Path], list[str]]:
-    """Returns the images at and below a folder, and the names of its other files.
+# Classes and splits -------------------------------------------------------------------------------
 
-    Links are followed; a folder that cannot be read raises its OSError.
+
+def _arrange(
+    files: Mapping[Path, _Parts], folders: set[_Parts], skipped: Skipped
+) -> dict[str, list[ImageFile]]:
+    """Returns the images of train and test; those of a folder that is not divided under "".
+
+    Raises:
+        InputError: the folders are not as expected, or a split has no image.
     """
+    tops = _tops(files, folders)
+    splits: dict[str, list[ImageFile]] = {split: [] for split in tops}
+    outside: set[_Parts] = set()
+    for path, parts in files.items():
+        split = next((it for it, top in tops.items() if parts[: len(top)] == top), None)
+        if split is None:
+            skipped.add("images outside of train and test", parts)
+            outside.add(parts[:-1])
+            continue
+        below = parts[len(tops[split]) :]
+        if len(below) == 1:
+            skipped.add("images outside of class folders", parts)
+        else:
+            splits[split].append(ImageFile(path, below[0], "/".join(below)))
+            if len(below) > 2:
+                skipped.add("images of a class in folders below it", parts)
+    if "" in tops and outside:
+        names = ", ".join(map("/".join, sorted(outside)))
+        top = "/".join(tops[""]) or "the folder itself"
+        raise InputError(f"expected all classes beside each other in {top}, found also {names}")
+    classes = {(*tops[split], it.class_name) for split, its in splits.items() for it in its}
+    for folder in sorted(folders - classes):
+        if folder and folder[:-1] in tops.values():
+            skipped.add(_EMPTY, folder)
+    for split, members in splits.items():
+        if not members:
+            raise InputError(f"expected images in {split}/CLASS, found none")
+        members.sort(key=lambda file: (file.class_name, file.name))
+    return splits
 
-    def fail(error: OSError) -> None:
-        raise error
 
-    paths: list[Path] = []
-    for parent, below, names in os.walk(folder, onerror=fail, followlinks=True):
-        below[:] = filter(_visible, below)
-        paths += [Path(parent, name) for name in names if _visible(name)]
-    paths.sort()
-    skipped = [path.name for path in paths if not _is_image(path.name)]
-    if len(skipped) == len(paths):
-        expected = f"{folder}: expected images in this {kind}, found none"
-        raise InputError("; ".join([expected, *_skipped(skipped)]))
-    return [path for path in paths if _is_image(path.name)], skipped
+def _tops(files: Mapping[Path, _Parts], folders: set[_Parts]) -> dict[str, _Parts]:
+    """Returns the folders of the classes: of train and test, or one under ""."""
+    tests = {
+        folder: next((name for name in TEST_NAMES if (*folder, name) in folders), None)
+        for folder in folders
+        if (*folder, "train") in folders
+    }
+    of_images = {parts[:-1] for parts in files.values() if len(parts) > 1}
+    numbers = collections.Counter(folder[:-1] for folder in of_images)
+    divided = [folder for folder, test in tests.items() if test]
+    for fitting in (divided, [folder for folder, number in numbers.items() if number > 1]):
+        depth = min(map(len, fitting), default=3)
+        nearest = sorted(folder for folder in fitting if len(folder) == depth <= 2)
+        if len(nearest) > 1:
+            names = ", ".join(map("/".join, nearest[:10]))
+            raise InputError(
+                f"expected one folder of classes, or train and test, found {names}; name one of "
+                "them, or these folders train and test"
+            )
+        for top in nearest:
+            test = tests.get(top)
+            return {"train": (*top, "train"), "test": (*top, test)} if test else {"": top}
+    names = sorted({folder[0] for folder in folders if folder})[:10]
+    raise InputError(f"expected {_LAYOUTS}; found {', '.join(names) or 'no folder'}")
 
 
-def _skipped(names: Iterable[str]) -> list[str]:
-    """Returns a line that counts skipped files by suffix; no line for no files."""
-    counts = collections.Counter(os.path.splitext(name)[1].lower() or name for name in names)
-    listed = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(5))
-    if not listed:
-        return []
-    remedy = " (pip install pillow-heif)" if {".heic", ".heif"} & counts.keys() else ""
-    return [f"skipped, as no images by their suffix: {listed}{remedy}"]
+def _verified(
+    name: str, splits: Mapping[str, list[ImageFile]]
+) -> tuple[tuple[str, ...], dict[str, Int[np.ndarray, " n"]]]:
+    """Returns the names of the classes, and the labels of each split.
+
+    Raises:
+        InputError: see `benchmarks.verify`.
+    """
+    class_names = sorted({file.class_name for files in splits.values() for file in files})
+    labels = {
+        split: np.searchsorted(class_names, [file.class_name for file in files]).astype(np.int32)
+        for split, files in splits.items()
+    }
+    benchmarks.verify(name, labels["train"], labels["test"], class_names)
+    return tuple(class_names), labels
 
 
-def divide(files: list[ImageFile], share: float) -> dict[str, list[ImageFile]]:
+def verify_names(name: str, paths: Iterable[str]) -> None:
+    """Checks the numbers of images of a benchmark by the names of all files of its archive.
+
+    Raises:
+        InputError: see `benchmarks.verify`.
+    """
+    names = {Path(path): tuple(path.split("/")) for path in paths}
+    files = {
+        path: parts
+        for path, parts in names.items()
+        if all(map(_visible, parts)) and parts[-1].lower().endswith(IMAGE_SUFFIXES)
+    }
+    folders = {parts[:depth] for parts in files.values() for depth in range(len(parts))}
+    splits = _arrange(files, folders, Skipped())
+    _verified(name, {"train": [], "test": []} | splits)
+
+
+def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, list[ImageFile]]:
     """Returns the images of train and test, divided within each class.
 
     Of the n images of a class, in the order of the SHA-256 of their "CLASS/IMAGE", the first
     round(share n) are test images, at least 1 and at most n - 1. Other classes have no influence.
-
-    Raises:
-        InputError: a class has a single image.
     """
     of_class: dict[str, list[ImageFile]] = {}
     for file in files:
         of_class.setdefault(file.class_name, []).append(file)
     test: set[Path] = set()
-    for name, members in of_class.items():
+    for members in of_class.values():
         if len(members) < 2:
-            raise InputError(
-                f"class {name}: expected two images or more to divide, found {members[0].path}"
-            )
-        drawn = sorted(members, key=lambda file: hashlib.sha256(file.name.encode()).digest())
+            skipped.add(_SINGLE, (members[0].name,))
+        drawn = sorted(members, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
         count = min(max(round(share * len(members)), 1), len(members) - 1)
         test.update(file.path for file in drawn[:count])
     return {
@@ -297,28 +322,30 @@ def divide(files: list[ImageFile], share: float) -> dict[str, list[ImageFile]]:
 
 def _pixel_hashes(
     name: str, files: list[ImageFile], kept: Path, upright: bool, workers: int, quiet: bool
-) -> tuple[dict[Path, bytes], int]:
-    """Returns the hash of every image's pixels, and the number of images decoded for it.
+) -> dict[Path, bytes]:
+    """Returns the hash of every image's pixels.
 
     `kept` is the file that remembers hashes; it is written even if the pass is interrupted.
     """
     remembered: dict[str, list] = {}
     with contextlib.suppress(InputError):  # A damaged file is replaced.
         remembered = read_object(kept)
-    hashes: dict[Path, bytes] = {}
-    for file in files:
-        *state, pixels = remembered.get(str(file.path), [""])
-        if tuple(state) == file.state:
-            hashes[file.path] = bytes.fromhex(pixels)
-    new = [file for file in files if file.path not in hashes]
+    states, hashes = {}, {}
+    for path in (file.path for file in files):
+        status = path.stat()
+        states[path] = [status.st_size, status.st_mtime_ns]
+        *state, pixels = remembered.get(str(path), [""])
+        if state == states[path]:
+            hashes[path] = bytes.fromhex(pixels)
+    new = [path for path in states if path not in hashes]
     if not new:
-        return hashes, 0
+        return hashes
     unreadable: list[str] = []
 
-    def decode(file: ImageFile) -> None:
+    def decode(path: Path) -> None:
         try:
-            image = images.decode(content(file.path), str(file.path), upright)
-            hashes[file.path] = images.pixels_sha256(np.asarray(image))
+            image = images.decode(content(path), str(path), upright)
+            hashes[path] = images.pixels_sha256(np.asarray(image))
         except InputError as error:
             unreadable.append(str(error))
 
@@ -328,11 +355,13 @@ def _pixel_hashes(
         collections.deque(tqdm(pool.map(decode, new), name, len(new), **bar), maxlen=0)
     finally:
         pool.shutdown(cancel_futures=True)
-        known = [file for file in files if file.path in hashes]
-        write_json(kept, {str(f.path): (*f.state, hashes[f.path].hex()) for f in known})
+        known = {
+            str(path): (*states[path], hashes[path].hex()) for path in states if path in hashes
+        }
+        write_json(kept, known)
     if unreadable:
         raise InputError(
             f"{name}: {len(unreadable)} of {counted(len(files), 'image')} cannot be read: "
             + "; ".join(sorted(unreadable))
         )
-    return hashes, len(new)
+    return hashes

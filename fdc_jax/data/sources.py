@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from fdc_jax.data import archive, benchmarks, cifar100, folder
@@ -52,6 +53,7 @@ def open_splits(
     source: str = "",
     data_dir: str = "",
     test_share: float = 0.0,
+    allow_overlap: bool = False,
     workers: int = 0,
     quiet: bool = True,
 ) -> tuple[Dataset, Dataset]:
@@ -65,6 +67,7 @@ def open_splits(
         data_dir: folder of data prepared by TFDS; if empty, `$TFDS_DATA_DIR` or
             `~/tensorflow_datasets`.
         test_share: share of each class for testing, if a folder is not divided.
+        allow_overlap: whether images of train may be in test; those of benchmarks always may.
         workers: number of decoding threads; 0: one per core.
         quiet: whether to hide progress.
 
@@ -89,16 +92,23 @@ def open_splits(
         with locked(lock, wait=True):
             if name == "cifar100" and path.is_file():
                 return cifar100.open_cifar100(cache, path)
-            return folder.open_folder(
-                path if path.is_dir() else archive.unpack(path, cache),
-                name,
-                cache,
-                partition=benchmark.partition if benchmark else "given",
-                test_share=test_share,
-                upright=upright,
-                workers=workers,
-                quiet=quiet,
-            )
+            root = path if path.is_dir() else archive.unpack(path, cache)
+            try:
+                return folder.open_folder(
+                    root,
+                    name,
+                    cache,
+                    partition=benchmark.partition if benchmark else "given",
+                    test_share=test_share,
+                    allow_overlap=allow_overlap or benchmark is not None,
+                    upright=upright,
+                    workers=workers,
+                    quiet=quiet,
+                )
+            except InputError as error:
+                if root != path:  # Of no use, and perhaps large.
+                    shutil.rmtree(root)
+                raise InputError(str(error).replace(str(root), str(path))) from error
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     prepared = Path(data_dir or default).expanduser()
     if (prepared / name).is_dir():

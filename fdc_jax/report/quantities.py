@@ -75,9 +75,11 @@ def methods(results: Mapping[str, Any]) -> list[str]:
 
 
 def notes(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns lines of text about calibrators; numbers are means over seeds."""
+    """Returns lines about calibrators and skipped images; numbers are means over seeds."""
     own = [note for results in seeds for note in (results.get("notes") or {}).values()]
     lines = [f"{note[:1].upper()}{note[1:]}." for note in dict.fromkeys(own)]
+    skipped = dict(kind for results in seeds for kind in (results.get("skipped") or {}).items())
+    lines += [f"Images: {reason}: {paths}." for reason, paths in skipped.items()]
 
     def mean(section: str) -> dict[str, float]:
         return pd.DataFrame([results.get(section) or {} for results in seeds]).mean().to_dict()

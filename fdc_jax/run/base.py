@@ -55,6 +55,7 @@ def fields(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.data = ml_collections.ConfigDict()
     config.data.source = ""  # a folder or an archive of images, see docs/data.md
     config.data.test_share = 0.0  # of each class, where the source is not divided; 0: refuse that
+    config.data.allow_overlap = False  # accept images of train in test
     config.data.dir = ""  # what TFDS prepared; empty: $TFDS_DATA_DIR or ~/tensorflow_datasets
     config.data.input_range = "pilot01"  # pixels in [0, 1]; augreg: in [-1, 1]; model: the file's
     config.data.train_per_class = 0  # images of each class, 0: all

@@ -27,7 +27,13 @@ OF_A_HOST = frozenset(
 )
 # Results depend on these by rounding alone. Weights are compared by their checksum.
 WITHOUT_EFFECT = OF_A_HOST.union(
-    ("encoder.attention", "checkpoint.every_steps", "checkpoint.keep", "report")
+    (
+        "data.allow_overlap",
+        "encoder.attention",
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+        "report",
+    )
 )
 # Fields that may differ between runs whose accuracies are compared.
 NOT_COMPARED = WITHOUT_EFFECT.union(

@@ -66,6 +66,7 @@ def collect(
             "architecture": setups.architecture(setup),
         },
         "data": {"train_sha256": tasks.train.checksum, "test_sha256": tasks.test.checksum},
+        "skipped": tasks.train.skipped.counts(limit=20),
         "device": devices.describe(),
         "config": configuration.flatten(config) | {"seed": [seed]},
         "versions": versions(),

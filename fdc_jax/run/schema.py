@@ -109,6 +109,7 @@ class _Parts(TypedDict, total=False):
     timing: Timing | None
     encoder: Encoder | None
     data: dict[Name, Name] | None
+    skipped: dict[Name, str]
     device: Name
     versions: dict[Name, Any] | None
 

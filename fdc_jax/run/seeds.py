@@ -118,6 +118,7 @@ def describe(setup: Setup) -> str:
     config, tasks, weights = setup.config, setup.tasks, setup.pretrained
     sizes = dict.fromkeys(map(str, tasks.classes_per_task))
     train, trained = sum(map(len, tasks.train_indices)), setups.trained_parameters(setup)
+    skipped = tasks.train.skipped.text()
     return (
         f"device     {devices.describe()}, precision {config.precision}\n"
         f"learner    {config.learner.name}, {trained:,} trained parameters a task\n"
@@ -130,6 +131,7 @@ def describe(setup: Setup) -> str:
         f"{counted(len(tasks.tasks), 'task')}, {train:,} training and "
         f"{counted(len(tasks.test_indices), 'test image')}, "
         f"sha256 {tasks.train.checksum[:8]}, {tasks.test.checksum[:8]}"
+        + (f"\nskipped    {skipped}" if skipped else "")
     )
 
 

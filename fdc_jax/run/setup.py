@@ -109,6 +109,7 @@ def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> T
         source=data.source,
         data_dir=data.dir,
         test_share=data.test_share,
+        allow_overlap=data.allow_overlap,
         workers=data.workers,
         quiet=quiet,
     )

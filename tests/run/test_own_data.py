@@ -198,7 +198,7 @@ def changed(root):
 
 
 def added(root):
-    shutil.copy(root / "train" / "oak" / "0.png", root / "test" / "box" / "9.png")
+    shutil.copy(root / "test" / "oak" / "6.png", root / "test" / "box" / "9.png")
 
 
 @pytest.mark.ci
