@@ -241,7 +241,10 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     errors = printed.err.splitlines()
     assert errors[-1] == "fdc_jax.predict: 1 of 61 images could not be read"
     assert f"{folder / 'zero.png'}: cannot decode this image" in printed.err
-    assert f"{folder}: skipped, as no images by their suffix: 2 .heic, 1 .gif (pip" in errors[0]
+    assert (
+        f"{folder}: skipped files without the suffix of an image: 3 (2 .heic, 1 .gif; pip"
+        in errors[0]
+    )
     changed = int(said["changed"].sum())
     strange = f"{said['unlike_learned'].sum()} unlike anything learned"
     assert f"50 more; {strange}; of {changed} images the heads alone would have said" in printed.out
