@@ -21,7 +21,6 @@ import numpy as np
 from flax import traverse_util
 
 from fdc_jax import evaluation
-from fdc_jax.calibration import Calibrator
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import (
     check_writable_folder,
@@ -68,10 +67,10 @@ def write(
         raise InputError(f"{output}: exists already; name a folder that does not")
     check_writable_folder("OUT", output.absolute().parent)
     run = open_run(workdir, weights=weights_file, learner=learner)
-    if run.results is None:
+    if (results := run.results) is None:
         raise InputError(f"{run.folder}: expected a finished run, found no results.json")
     heads = run.heads()
-    if missing := run.results["storage_bytes"].keys() - {*run.calibrators}:
+    if missing := results["storage_bytes"].keys() - {*run.calibrators}:
         raise InputError(f"{run.folder}: expected the calibrator {min(missing)}, found none")
     if len(heads) != run.num_tasks:
         raise InputError(
@@ -80,16 +79,19 @@ def write(
         )
     with write_folder_atomically(output) as folder:
         target = RunPaths(folder)
-        _write_pretrained(run, target)
+        _write_pretrained(run.encoders.pretrained.path, target.weights_file)
         config = _anywhere(run.read_config())
         write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})
-        write_json(target.results_file, run.results | {"config": _anywhere(run.results["config"])})
+        write_json(target.results_file, results | {"config": _anywhere(results["config"])})
         target.calibrator_file("").parent.mkdir()
         for name in run.calibrators:
             calibrator = run.calibrator(name)
-            _check_heads(run, name, calibrator, heads)
+            own = [head for head in calibrator.heads if head is not None]
+            pairs = zip(*map(jax.tree.leaves, (own, heads)), strict=False)
+            if not all(np.array_equal(one, other) for one, other in pairs):
+                raise InputError(f"{run.calibrator_file(name)}: is of another run: other heads")
             calibrator.save(target.calibrator_file(name))
-        _check_predictions(run, run.results)
+        _check_predictions(run, results)
         shutil.copyfile(run.predictions_file, target.predictions_file)
         kernels = traverse_util.flatten_dict(run.encoder(run.num_tasks), sep="/")
         write_safetensors(target.merged_file, jax.tree.map(np.asarray, kernels))
@@ -98,28 +100,20 @@ def write(
         open_run(folder, learner=learner)
 
 
-def _check_heads(run: Run, name: str, calibrator: Calibrator, heads: Sequence[Any]) -> None:
-    """Raises InputError if a calibrator predicts by other heads than those of the run."""
-    own = [] if calibrator.heads[0] is None else calibrator.heads
-    pairs = zip(*map(jax.tree.leaves, (own, heads if own else [])), strict=False)
-    if not all(np.array_equal(one, other) for one, other in pairs):
-        raise InputError(f"{run.calibrator_file(name)}: is of another run: other heads")
-
-
 def _check_predictions(run: Run, results: Mapping[str, Any]) -> None:
     """Raises InputError if `predictions.npz` does not give the accuracies of `results.json`."""
-    columns, accuracies = run.predictions, results["accuracy"]
-    for name, expected in accuracies.items():
+    columns, count = run.predictions, results["num_test_images"]
+    for name, expected in results["accuracy"].items():
         labels = [columns.get(column, np.zeros(0)) for column in ("label", f"{name}_label")]
-        if {len(column) for column in labels} != {results["num_test_images"]}:
+        if {len(column) for column in labels} != {count}:
             raise InputError(
-                f"{run.predictions_file}: expected labels of {results['num_test_images']} test "
-                f"images by {name}, found {[len(column) for column in labels]}"
+                f"{run.predictions_file}: expected labels of {count} test images by {name}, found "
+                f"{[len(column) for column in labels]}"
             )
-        if abs((found := evaluation.accuracy(*labels)) - expected) > 1e-6:
+        if abs((accuracy := evaluation.accuracy(*labels)) - expected) > 1e-6:
             raise InputError(
                 f"{run.predictions_file}: is of another run: expected an accuracy of "
-                f"{expected:.2f} % by {name}, found {found:.2f} %"
+                f"{expected:.2f} % by {name}, found {accuracy:.2f} %"
             )
 
 
@@ -129,26 +123,26 @@ def _anywhere(config: Mapping[str, Any]) -> dict[str, Any]:
     return fields | {"encoder.attention": "auto"}
 
 
-def _write_pretrained(run: Run, target: RunPaths) -> None:
+def _write_pretrained(path: Path, target: Path) -> None:
     """Writes the arrays of the pretrained encoder by their names, and their configuration."""
-    path = run.encoders.pretrained.path
     arrays = weights.used(path)
-    write_safetensors(target.weights_file, arrays)
+    write_safetensors(target, arrays)
     if "embedding/kernel" not in arrays:  # AugReg's layout has no configuration.
         for config in map(path.with_name, _WEIGHTS_CONFIGS):
             if config.exists():
-                shutil.copyfile(config, target.weights_file.with_name(config.name))
+                shutil.copyfile(config, target.with_name(config.name))
 
 
 def _write_timm(run: Run, folder: Path) -> None:
     """Writes E_T as a model of timm, with the input range of the run; warns if timm has none."""
-    encoders, kernels = run.encoders, run.encoder(run.num_tasks)
-    model, size = encoders.learner.setup.model, run.config["encoder.image_size"]
+    model, size = run.encoders.learner.setup.model, run.config["encoder.image_size"]
     offset, divisor = vit.INPUT_RANGES.get(model.input_range, (None, None))
     pixels = {} if offset is None else {"mean": (offset,) * 3, "std": (divisor,) * 3}
     variant = dataclasses.replace(model.variant, **pixels)
     try:
-        arrays, config = layouts.as_timm(encoders.backbone, variant, kernels, size)
+        arrays, config = layouts.as_timm(
+            run.encoders.backbone, variant, run.encoder(run.num_tasks), size
+        )
     except InputError as error:
         _log.warning("no folder for timm: %s", error)
         return

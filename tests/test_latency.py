@@ -30,7 +30,7 @@ def test_every_contender_is_placed_warmed_up_and_timed_in_turn(monkeypatch):
 
 def test_contenders_answer_as_the_run_did(whole):
     run = fdc_jax.open_run(whole)
-    rows, fdc = np.arange(60), run.calibrator()
+    rows, fdc = np.arange(60), run.calibrator("fdc")
     encoders = run.encoders
     given = run.encoder(2), run.encoder(0), run.test_images(rows), fdc
     calls = latency.contenders(encoders.extract.encode, encoders.backbone, *given)

@@ -1,9 +1,4 @@
-"""Test images that FDC put right and that it spoiled, with the evidence of both heads.
-
-A score of FDC is a sum (paper, Eq. dual-main): the filtered logit, then residual and affinity of
-each view in units of the head's score scale. So the parts are differences of scores with
-components switched on, and add up to the score.
-"""
+"""Test images that FDC put right and that it spoiled, with the evidence of both heads."""
 
 import base64
 import io
@@ -11,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Int, UInt8
 from PIL import Image
 
-from fdc_jax.calibration import FDC, Terms
+from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
 from fdc_jax.report.runs import predictions
+from fdc_jax.run.prediction import EVIDENCE, parts_of_score
 
 PICTURES = 4  # of each kind
 _SIDE = 160  # pixels, beyond which a picture is made smaller
@@ -133,29 +129,18 @@ def _evidence(
         return none
     each, true = np.arange(len(rows)), columns["task"][rows]
     raw, fdc = columns["raw_task"][rows], columns[f"{FDC.name}_task"][rows]
-    names, scores = split(terms)
-    values = np.stack([scores[:, each, t] for t in (true, np.where(raw != true, raw, fdc))], axis=2)
-    agrees = terms.fuse().task == fdc
+    scores = terms.fuse()
+    parts = [*parts_of_score(terms).values(), scores.task_scores]
+    names = [*[*EVIDENCE.values()][: len(parts) - 1], "FDC score"]
+    wrong = np.where(raw != true, raw, fdc)
+    values = np.stack([[part[each, t] for part in parts] for t in (true, wrong)], axis=2)
+    agrees = scores.task == fdc
     return [
         [Evidence(name, *pair) for name, pair in zip(names, values[:, i].tolist(), strict=True)]
         if agrees[i]
         else []
         for i in each
     ]
-
-
-def split(terms: Terms) -> tuple[list[str], Float[np.ndarray, "parts n tasks"]]:
-    """Splits FDC's scores into what adds up to them: raw logit, all parts, the whole."""
-    raw = terms.fuse(tsf=False, rlc=False, pac=False).task_scores
-    logit = terms.fuse(rlc=False, pac=False).task_scores
-    parts = {"Raw logit": raw, "Filtered logit": logit}
-    views = (("E_T", "pretrained_view"), ("E_0", "adapted_view"))
-    for view, other in views[: len(terms.tasks)]:
-        off = {other: False}
-        parts[f"Residual, {view}"] = terms.fuse(pac=False, **off).task_scores - logit
-        parts[f"Affinity, {view}"] = terms.fuse(rlc=False, **off).task_scores - logit
-    parts["FDC score"] = terms.fuse().task_scores
-    return list(parts), np.stack([np.asarray(part) for part in parts.values()])
 
 
 def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:

@@ -4,8 +4,9 @@ Opening reads JSON alone. Encoder, learner, checkpoint, images and calibrator ar
 """
 
 import functools
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -135,14 +136,11 @@ class Run(RunPaths):
                 f"{self.config_file}: was run with the learner {name}, which is none of the "
                 f"package; to run its code, name it: --learner={name}, or open_run(learner=...)"
             )
-        nested: dict[str, Any] = {}
-        for field, value in self.config.items():
-            *sections, last = field.split(".")
-            tree = nested
-            for section in sections:
-                tree = tree.setdefault(section, {})
-            tree[last] = tuple(value) if isinstance(value, list) else value
-        return ml_collections.ConfigDict(nested)
+        fields = {
+            field: tuple(value) if isinstance(value, list) else value
+            for field, value in self.config.items()
+        }
+        return ml_collections.ConfigDict(traverse_util.unflatten_dict(fields, sep="."))
 
     @property
     def num_tasks(self) -> int:
@@ -172,23 +170,23 @@ class Run(RunPaths):
         raise InputError(f"{self.checkpoints_folder}: expected a checkpoint of the run, found none")
 
     def encoder(self, t: int) -> Replaced:
-        """Returns what E_t has in the place of parameters of E_0; t counts tasks.
+        """Returns the parameters that E_t has in place of those of E_0; t counts tasks.
 
         Raises:
             InputError: so many tasks were not trained, the learner does not keep that encoder, or
                 there is no checkpoint.
         """
-        found = self.encoders
+        learner, backbone = self.encoders.learner, self.encoders.backbone
         if t == 0:
-            return vit.pretrained_kernels(found.backbone)
+            return vit.pretrained_kernels(backbone)
         if t == self.num_tasks and self.exported:
             arrays = traverse_util.unflatten_dict(read_safetensors(self.merged_file), sep="/")
             self._check_merged(arrays)
-            return devices.replicate(found.learner.setup.mesh, jax.tree.map(jnp.asarray, arrays))
+            return devices.replicate(learner.setup.mesh, jax.tree.map(jnp.asarray, arrays))
         state, tasks_done = self._saved
         if not 0 < t <= tasks_done:
             raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
-        return found.learner.encoder(found.backbone, state, t)
+        return learner.encoder(backbone, state, t)
 
     def _check_merged(self, arrays: Any) -> None:
         """Raises InputError unless these are the arrays that the learner has for an encoder."""
@@ -200,11 +198,11 @@ class Run(RunPaths):
         )
         trained = learner.encoder(backbone, state, len(self._planned))
 
-        def described(tree: Any) -> dict[str, str]:
+        def shapes(tree: Any) -> dict[str, str]:
             flat: Any = traverse_util.flatten_dict(tree, sep="/")
             return {name: f"{leaf.dtype}{[*leaf.shape]}" for name, leaf in flat.items()}
 
-        found, expected = described(arrays), described(trained)
+        found, expected = shapes(arrays), shapes(trained)
         for name in sorted(found.keys() | expected.keys()):
             if found.get(name) != expected.get(name):
                 raise InputError(
@@ -214,13 +212,14 @@ class Run(RunPaths):
 
     def heads(self, num_tasks: int | None = None) -> list[Any]:
         """Returns the heads of the first tasks, by default of all that were trained."""
-        state, tasks_done = (None, self.num_tasks) if self.exported else self._saved
-        num_tasks = tasks_done if num_tasks is None else num_tasks
-        if not 0 <= num_tasks <= tasks_done:
-            raise InputError(f"{self.folder}: expected up to {tasks_done} heads, found {num_tasks}")
         if self.exported:
-            return self.calibrator(self.calibrators[0]).heads[:num_tasks]
-        return setups.heads(self.encoders.learner, state, num_tasks)
+            heads = self.calibrator(self.calibrators[0]).heads
+        else:
+            state, tasks_done = self._saved
+            heads = setups.heads(self.encoders.learner, state, tasks_done)
+        if not 0 <= (count := len(heads) if num_tasks is None else num_tasks) <= len(heads):
+            raise InputError(f"{self.folder}: expected up to {len(heads)} heads, found {count}")
+        return heads[:count]
 
     @property
     def state(self) -> Any:
@@ -229,41 +228,79 @@ class Run(RunPaths):
 
     @property
     def calibrators(self) -> list[str]:
-        """Names of the calibrators that there are, of all tasks or of those of a stopped run."""
+        """Names of the calibrators with a file, of all tasks or of those of a stopped run."""
         files = self.folder.glob("calibrators/*.npz")
         return sorted({path.stem.rpartition("_")[0] or path.stem for path in files})
 
-    def calibrator(self, name: str = "fdc") -> Calibrator:
+    @property
+    def best_calibrator(self) -> str:
+        """Name of the calibrator that answers by default, chosen without test labels.
+
+        The class Gaussians, which state their confidence; without them FDC; else any.
+        """
+        if not self.calibrators:
+            raise InputError(f"{self.folder}: expected a calibrator, found none")
+
+        def rank(name: str) -> tuple[bool, bool]:
+            method = calibration.find(name)
+            return method.gives_confidence, method.has_components
+
+        return max(self.calibrators, key=rank)
+
+    def calibrator(self, name: str | None = None) -> Calibrator:
         """Returns a calibrator as it was fitted, on all tasks or on those of a run that stopped.
+
+        Args:
+            name: one of `calibrators`; by default `best_calibrator`.
 
         Raises:
             InputError: the file is missing or damaged, or its calibrator is another one, or of
                 another run, by its classes and widths.
         """
+        name = name or self.best_calibrator
         final = self.calibrator_file(name)
-        found = sorted(self.folder.glob(f"calibrators/{name}_*.npz")) + [final] * final.exists()
-        if not found:
+        paths = sorted(self.folder.glob(f"calibrators/{name}_*.npz")) + [final] * final.exists()
+        if not paths:
             raise InputError(
                 f"{self.folder}: has no calibrator {name}, expected one of "
                 f"{', '.join(self.calibrators)}"
             )
-        loaded, wanted = calibration.load(found[-1]), calibration.make(name)
-        if type(loaded) is not type(wanted) or vars(loaded).get("view") != vars(wanted).get("view"):
-            raise InputError(
-                f"{found[-1]}: expected a calibrator {name}, found {type(loaded).__name__}"
-            )
-        sizes = self._planned[: self.num_tasks if found[-1] == final else loaded.num_tasks]
-        starts = np.cumsum([0, *sizes])[:-1]
-        expected = [{*range(i, i + n)} for i, n in zip(starts.tolist(), sizes, strict=True)]
+        path = paths[-1]
+        loaded, fresh = calibration.load(path), calibration.make(name)
+        if type(loaded) is not type(fresh) or vars(loaded).get("view") != vars(fresh).get("view"):
+            raise InputError(f"{path}: expected a calibrator {name}, found {type(loaded).__name__}")
+        sizes = self._planned[: self.num_tasks if path == final else loaded.num_tasks]
+        starts = np.cumsum([0, *sizes]).tolist()
+        expected = [{*range(*ends)} for ends in itertools.pairwise(starts)]
         if [{*rows.tolist()} for rows in loaded.classes] != expected:
-            raise InputError(f"{found[-1]}: is of another run: other classes or tasks")
+            raise InputError(f"{path}: is of another run: other classes or tasks")
         architecture = ((self.results or {}).get("encoder") or {}).get("architecture") or {}
         if {*loaded.widths} - {architecture.get("width", loaded.widths[0])}:
             raise InputError(
-                f"{found[-1]}: is of another run: expected features of width "
+                f"{path}: is of another run: expected features of width "
                 f"{architecture['width']}, found {loaded.widths}"
             )
         return loaded
+
+    def predict(self, images: Any, top: int = 5, method: str | None = None) -> Any:
+        """Predicts the classes of images.
+
+        Args:
+            images: a file, a folder with images at any depth, a uint8 array [h, w], [h, w, 3] or
+                [n, h, w, 3], an image of Pillow, or a sequence of these.
+            top: number of classes to name.
+            method: the calibrator that answers; by default `best_calibrator`.
+
+        Returns:
+            A pandas frame with the columns of docs/predict.md, a row per image, indexed by its
+            position. An image that cannot be read is logged and has no row.
+
+        Raises:
+            InputError: no image can be read, or the run lacks a file that predictions need.
+        """
+        from fdc_jax.run.prediction import Predictions  # pandas takes half a second to import
+
+        return Predictions(self, images, top, method).whole()
 
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:
@@ -272,9 +309,11 @@ class Run(RunPaths):
         Raises:
             InputError: the file is damaged, or its columns do not suit the results.
         """
-        columns, of = read_npz(self.predictions_file), self.results or {}
-        limits = {"task": self.num_tasks, "label": of.get("num_classes", sum(self._planned))}
-        rows = of.get("num_test_images", len(np.atleast_1d(columns.get("label", ()))))
+        columns, results = read_npz(self.predictions_file), self.results or {}
+        if "label" not in columns:
+            raise InputError(f"{self.predictions_file}: expected labels, found none")
+        limits = {"task": self.num_tasks, "label": results.get("num_classes", sum(self._planned))}
+        rows = results.get("num_test_images", columns["label"].size)
         for name, column in columns.items():
             limit = limits.get(name.rpartition("_")[2])
             whole = column.dtype.kind in "iu" and column.shape == (rows,)
@@ -283,8 +322,6 @@ class Run(RunPaths):
                     f"{self.predictions_file}: {escaped(name)[:80]}: expected {rows} whole numbers "
                     f"below {limit}, found {column.dtype}{[*column.shape]}"
                 )
-        if "label" not in columns:
-            raise InputError(f"{self.predictions_file}: expected labels, found none")
         return columns
 
     def features(
@@ -299,15 +336,8 @@ class Run(RunPaths):
             Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))
             for part in parts
         ]
-        found = self.encoders
-        return found.extract(found.backbone, [self.encoder(t)], batches)[0].features
-
-    def stream(
-        self, batches: Iterable[Batch], *encoders: int
-    ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
-        """Yields the features of batch after batch by encoders E_t, given by t."""
-        found, views = self.encoders, [self.encoder(t) for t in encoders]
-        return found.extract.stream(found.backbone, views, batches)
+        extract, backbone = self.encoders.extract, self.encoders.backbone
+        return extract(backbone, [self.encoder(t)], batches)[0].features
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
         """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.

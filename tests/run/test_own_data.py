@@ -139,7 +139,7 @@ def test_its_earlier_results_stand_while_it_goes_on(grown, cache, monkeypatch):
     monkeypatch.setenv("FDC_JAX_CACHE", str(cache))
     run = fdc_jax.open_run(grown[2], data_dir=str(grown[0].parent / "trees"))
     assert (run.num_tasks, run.class_names) == (2, [*OLD])
-    assert len(run.heads()) == run.calibrator().num_tasks == 2
+    assert len(run.heads()) == run.calibrator("fdc").num_tasks == 2
     assert run.encoder(2)["key"].shape == run.encoder(1)["key"].shape
     assert len(run.test_images(np.arange(3))) == 3
 

@@ -37,7 +37,7 @@ def test_a_finished_run_is_opened_without_a_change(whole, cache):
     adapted, pretrained = (
         np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained")
     )
-    fdc = run.calibrator()
+    fdc = run.calibrator("fdc")
     np.testing.assert_array_equal(
         fdc.score(adapted, pretrained).label, run.predictions["fdc_label"]
     )
@@ -52,7 +52,7 @@ def test_a_stopped_run_is_opened_as_far_as_it_went(half):
     run = fdc_jax.open_run(half)
     assert (run.results, run.num_tasks, len(run.heads())) == (None, 2, 1)
     assert [record["task"] for record in run.read_records()] == [0]
-    assert run.calibrator().num_tasks == 1
+    assert run.calibrator("fdc").num_tasks == 1
     run.encoder(1)
     with pytest.raises(InputError, match="expected E_0 to E_1, found E_2"):
         run.encoder(2)
