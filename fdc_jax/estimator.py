@@ -13,7 +13,6 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import (
-    check_array,
     check_consistent_length,
     check_is_fitted,
     column_or_1d,
@@ -36,8 +35,8 @@ HEADS = ("ridge", "nearest_mean")
 class ContinualClassifier(ClassifierMixin, BaseEstimator):
     """Classifies features among the classes of all tasks with a calibrator.
 
-    Features X are an array [n, d], or two views of the same samples: a tuple (adapted [n, d],
-    pretrained [n, e]), or one array whose columns `views` selects.
+    Features X are an array [n, d]; of two views of the same samples, side by side, `views` selects
+    the columns.
 
     Args:
         calibrator: a name of `calibration.METHODS`, such as `gaussians`, `fdc` or a comparator.
@@ -45,7 +44,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
             regression to one-hot labels with a penalty chosen on a fifth of the samples, or
             `nearest_mean`, the cosine to class means.
         views: columns of the adapted and of the pretrained features, such as
-            `(slice(0, 768), slice(768, None))`; None for one view, or for a tuple.
+            `(slice(0, 768), slice(768, None))`; None for one view.
         settings: settings of the calibrator, such as `{"pac_weight": 0.5}`; None for its defaults.
             FDC's are the fields of `calibration.Settings`.
 
@@ -59,7 +58,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
 
     def __init__(
         self,
-        calibrator: str = "gaussians",
+        calibrator: str = calibration.Gaussians.name,
         head: str = "ridge",
         views: tuple[Any, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -82,10 +81,8 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
             ValueError: see `partial_fit`.
         """
         X, y = self._validated(True, X, y)
-        tasks = np.zeros(len(y), int) if tasks is None else column_or_1d(tasks)
+        tasks = np.zeros(len(y), int) if tasks is None else np.array(column_or_1d(tasks).tolist())
         check_consistent_length(X, y, tasks)
-        if tasks.dtype.kind == "O":  # words in a column of pandas
-            tasks = np.array(tasks.tolist())
         if tasks.dtype.kind == "O" or (tasks != tasks).any():
             raise InputError("tasks: expected a number or a word for each sample, found others")
         calibrator, labels = self._new()
@@ -123,13 +120,13 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
         """Returns the label of every sample among all classes [n]."""
-        views = self._test_views(X)
-        return self._labels[self.calibrator_.score(*views).label]
+        calibrator, views = self._fitted(X)
+        return self._labels[calibrator.score(*views).label]
 
     def predict_task(self, X: Any) -> Int[np.ndarray, " n"]:
         """Returns the task of every predicted label, counted from 0 [n]."""
-        views = self._test_views(X)
-        return self.calibrator_.score(*views).task
+        calibrator, views = self._fitted(X)
+        return calibrator.score(*views).task
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Returns calibrated scores, [n, classes] with columns as `classes_`; the largest decides.
@@ -137,38 +134,25 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         If there are two classes, it is one number per sample [n], above 0 for the second class, as
         elsewhere in scikit-learn.
         """
-        views = self._test_views(X)
-        scores = self.calibrator_.class_scores(*views)[:, np.argsort(self._labels)]
+        calibrator, views = self._fitted(X)
+        scores = calibrator.class_scores(*views)[:, np.argsort(self._labels)]
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
-    @available_if(lambda self: self.calibrator == "gaussians")
+    @available_if(lambda self: calibration.find(self.calibrator).gives_confidence)
     def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
         """Returns the probability of every class, [n, classes] with columns as `classes_`.
 
         Only class Gaussians have probabilities, from held-out images (`calibration.confidence`).
         """
-        views = self._test_views(X)
-        calibrator: Any = self.calibrator_
+        calibrator, views = self._fitted(X)
         return calibrator.assess(*views)[0][:, np.argsort(self._labels)]
 
     # Samples -------------------------------------------------------------------------------------
 
     def _validated(self, reset: bool, X: Any, *y: Any) -> Any:
-        """Returns X in float32, two views side by side, and y if it is given."""
-        joined: Any = X
-        widths = None
-        if isinstance(X, tuple) and len(X) == 2 and np.ndim(X[0]) == 2:
-            if self.views is not None:
-                raise InputError("X: expected one array, since views selects columns; found two")
-            views = [np.asarray(check_array(view, estimator=self)) for view in X]
-            check_consistent_length(*views)
-            joined, widths = np.hstack(views), [view.shape[1] for view in views]
+        """Returns X in float32, and y if it is given."""
         with np.errstate(over="ignore"):  # Numbers too large for float32 are an error below.
-            checked: Any = validate_data(self, joined, *y, reset=reset, dtype=np.float32)
-        if reset:
-            self._widths = widths
-        elif widths not in (None, self._widths):
-            raise InputError(f"X: expected views as when fitted, {self._widths}, found {widths}")
+            checked: Any = validate_data(self, X, *y, reset=reset, dtype=np.float32)
         if y:
             check_classification_targets(checked[1])
         return checked
@@ -176,7 +160,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
     def _split(self, X: Float[np.ndarray, "n d"]) -> list[Float[np.ndarray, "n _"]]:
         """Returns one or two views of X."""
         if self.views is None:
-            return [X] if self._widths is None else np.split(X, self._widths[:1], axis=1)
+            return [X]
         try:
             views = [X[:, columns] for columns in self.views]
             if [view.ndim for view in views] in ([2], [2, 2]):
@@ -186,9 +170,10 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
             reason = str(error)
         raise InputError(f"views: expected such as (slice(0, 3), slice(3, 6)): {reason}")
 
-    def _test_views(self, X: Any) -> list[Float[np.ndarray, "n _"]]:
+    def _fitted(self, X: Any) -> tuple[Any, list[Float[np.ndarray, "n _"]]]:
+        """Returns the fitted calibrator and the views of X."""
         check_is_fitted(self, "calibrator_")
-        return self._split(self._validated(False, X))
+        return self.calibrator_, self._split(self._validated(False, X))
 
     # Tasks ---------------------------------------------------------------------------------------
 
@@ -197,11 +182,10 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         if self.head not in HEADS:
             raise InputError(did_you_mean("head", self.head, HEADS))
         settings, known = self.settings or {}, calibration.find(self.calibrator).settings
-        for name in settings:
-            if name not in known:
-                expected = did_you_mean(f"setting of {self.calibrator}", name, known)
-                none = f"settings: {self.calibrator} has none, found {name}"
-                raise InputError(expected if known else none)
+        for name in settings.keys() - {*known}:
+            if not known:
+                raise InputError(f"settings: {self.calibrator} has none, found {name}")
+            raise InputError(did_you_mean(f"setting of {self.calibrator}", name, known))
         return calibration.make(self.calibrator, **settings), np.array([], int)
 
     def _fit_task(
@@ -258,7 +242,7 @@ class FDCClassifier(ContinualClassifier):
 
     def __init__(
         self,
-        calibrator: str = "fdc",
+        calibrator: str = calibration.FDC.name,
         head: str = "ridge",
         views: tuple[Any, Any] | None = None,
         settings: Mapping[str, Any] | None = None,

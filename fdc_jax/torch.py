@@ -1,7 +1,7 @@
 """Calibrators for PyTorch: features of a model as arrays, and a model with calibrated scores.
 
 PyTorch, which the package does not require, computes the features; a calibrator
-(`fdc_jax.calibration`) fits and scores them on the host. Models of timm, transformers and PEFT are
+(`fdc_jax.calibration`) fits and scores them with JAX. Models of timm, transformers and PEFT are
 recognised by their methods, so that none of the three is imported.
 """
 
@@ -10,11 +10,14 @@ recognised by their methods, so that none of the three is imported.
 from __future__ import annotations
 
 import functools
+import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -33,24 +36,24 @@ if TYPE_CHECKING:
 Views = Callable[[Any, Any], Any]
 
 _LABELS = ("labels", "label")  # names in batches that are dictionaries
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def pooled(model: Any, inputs: Any, layer: str = "") -> Any:
     """Returns the features that a model's classifier is given, [n, d], or a pair of views.
 
-    For a model of timm these are the output of `forward_head` before the classifier; for an image
-    classifier of transformers the input of its `classifier`; for any other model its output. A
-    model of PEFT gives a pair, with its active adapter and without (`disable_adapter`), and so does
-    an `nn.ModuleList` (adapted encoder, pretrained encoder).
+    By default they are the input of the linear layer whose output is the model's, and a warning
+    names the layer, once; for a model of timm they are the output of `forward_head` before the
+    classifier. A model of PEFT gives a pair, with its active adapter and without
+    (`disable_adapter`), and so does an `nn.ModuleList` (adapted encoder, pretrained encoder).
 
     Args:
         model: the model.
         inputs: images, or a mapping of the model's keyword arguments.
-        layer: name of the last layer, whose input is returned, if the model has another one.
+        layer: name of the layer whose input is returned.
 
     Raises:
-        InputError: the model has no such layer, or is a model of transformers without a linear
-            classifier.
+        InputError: the model has no such layer, or does not use it.
     """
     if isinstance(model, nn.ModuleList):
         return tuple(pooled(encoder, inputs, layer) for encoder in model)
@@ -68,42 +71,38 @@ def pooled(model: Any, inputs: Any, layer: str = "") -> Any:
 
 def _features(model: Any, inputs: Any, layer: str) -> Any:
     """Returns the features of one view."""
-    base = _base(model)
+    base, calls = _base(model), []
     if not layer and hasattr(base, "forward_head"):  # timm
         return base.forward_head(base.forward_features(inputs), pre_logits=True)
-    given, last = [], None
-    if layer or hasattr(base, "main_input_name"):  # transformers
-        last = _last(model, layer).register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    modules = {layer: _named_layer(base, layer)} if layer else _linear_layers(base)
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _, args, output: calls.append((name, args[0], output))
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
     try:
         output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
     finally:
-        if last is not None:
-            last.remove()
-    if last is None:
-        return output
-    if not given:
+        for hook in hooks:
+            hook.remove()
+    output = getattr(output, "logits", output)  # of transformers
+    last = [call for call in calls if layer or call[2] is output]
+    if layer and not last:
         raise InputError(f"layer: expected one that the model uses for its output, found {layer}")
-    return given[0]
+    if not layer and modules:
+        taken = f"the input of its layer {last[-1][0]}" if last else "its output"
+        _warn_once(f"{type(base).__name__}: features are {taken}; layer= names another layer")
+    return last[-1][1] if last else output
 
 
-def _last(model: Any, layer: str) -> Any:
-    """Returns the layer of this name, by default the classifier of timm and transformers."""
-    base = _base(model)
-    known = dict(base.named_modules())
-    if layer:
-        if layer not in known:
-            linear = [name for name, module in known.items() if hasattr(module, "in_features")]
-            raise InputError(did_you_mean("layer", layer, linear[-8:]))
-        return known[layer]
-    last = base.get_classifier() if hasattr(base, "get_classifier") else known.get("classifier")
-    if last is None or getattr(_unwrapped(last), "in_features", None) is None:
-        found = "no classifier" if last is None else f"a classifier of type {type(last).__name__}"
-        raise InputError(
-            f"{type(base).__name__}: expected a model whose last layer, `classifier`, is linear, "
-            f"such as ViTForImageClassification, found {found}; name the last layer by layer=, or "
-            "give a function of model and images by views="
-        )
-    return last
+def _named_layer(base: Any, name: str) -> Any:
+    if name not in (modules := dict(base.named_modules())):
+        raise InputError(did_you_mean("layer", name, [*_linear_layers(base)][-8:]))
+    return modules[name]
+
+
+def _linear_layers(module: Any) -> dict[str, Any]:
+    return {name: it for name, it in module.named_modules() if hasattr(it, "in_features")}
 
 
 def _is_peft(model: Any) -> bool:
@@ -126,7 +125,7 @@ def _unwrapped(layer: Any) -> Any:
 @torch.no_grad()
 def collect(
     model: nn.Module, loader: Iterable[Any], views: Views = pooled
-) -> tuple[Float[np.ndarray, "n d"], Float[np.ndarray, "n e"] | None, Int[np.ndarray, " n"]]:
+) -> tuple[Float[Any, "n d"], Float[Any, "n e"] | None, Int[np.ndarray, " n"]]:
     """Computes the features of a loader's images in evaluation mode, on the model's device.
 
     Args:
@@ -137,6 +136,7 @@ def collect(
 
     Returns:
         Adapted features, pretrained features or None, and labels, as `fit_task` accepts them.
+        Features stay on the model's device if JAX has it.
 
     Raises:
         InputError: there is no batch, a batch has no integer labels, or features are not rows.
@@ -144,7 +144,7 @@ def collect(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    columns: list[list[np.ndarray]] = []
+    columns: list[list[Any]] = []
     try:
         for batch in loader:
             inputs, given = _parts(batch, device)
@@ -156,14 +156,24 @@ def collect(
             features = _rows(views(model, inputs))
             labels = label_array(torch.as_tensor(given).cpu(), "loader: labels")
             same_length(labels, features[0], "loader: labels")
-            columns.append([*map(_on_host, features), labels])
+            columns.append([*map(as_array, features), labels])
     finally:
         for module, mode in modes:
             module.training = mode
     if not columns:
         raise InputError("loader: expected at least one batch, found none")
-    adapted, *pretrained, labels = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    return adapted, pretrained[0] if pretrained else None, labels
+    joined = jnp.concatenate if isinstance(columns[0][0], jax.Array) else np.concatenate
+    *features, labels = zip(*columns, strict=True)
+    adapted, pretrained = [*map(joined, features), None][:2]
+    return adapted, pretrained, np.concatenate(labels)
+
+
+def as_array(tensor: Any) -> Float[Any, ...]:
+    """Returns a tensor in float32, where it is if JAX computes there, else on the host."""
+    tensor = tensor.detach().float()
+    if tensor.device.type == {"gpu": "cuda"}.get(jax.default_backend()):
+        return jnp.from_dlpack(tensor.contiguous())
+    return tensor.cpu().numpy()
 
 
 def _parts(batch: Any, device: torch.device) -> tuple[Any, Any]:
@@ -193,14 +203,19 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
     Args:
         layer: the layer, with or without a bias, or a model that ends in it.
         rows: a slice or an array of indices.
-        name: name of the layer within the model, as `layer` of `pooled`.
+        name: name of the layer within the model; by default the last linear one of its classifier.
 
     Raises:
         InputError: the layer is not linear.
     """
-    models = ("get_classifier", "main_input_name", "get_base_model")
-    if name or any(hasattr(layer, attribute) for attribute in models):
-        layer = _last(layer, name)
+    base = _base(layer)
+    if name:
+        layer = _named_layer(base, name)
+    elif isinstance(layer, nn.Module):
+        top = base.get_classifier() if hasattr(base, "get_classifier") else base
+        top = _unwrapped(getattr(top, "classifier", top))
+        linear = [top] if hasattr(top, "in_features") else [*_linear_layers(top).values()]
+        layer = linear[-1] if linear else layer
     layer = _unwrapped(layer)
     weight = getattr(layer, "weight", None)
     is_linear = hasattr(layer, "in_features") and not hasattr(layer, "base_layer")
@@ -212,7 +227,8 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
             f"of one, found {found}"
         )
     bias = getattr(layer, "bias", None)
-    arrays = map(_on_host, (weight, torch.zeros(len(weight)) if bias is None else bias))
+    bias = torch.zeros(len(weight)) if bias is None else bias
+    arrays = (part.detach().float().cpu().numpy() for part in (weight, bias))
     return heads.LinearHead(*(array[rows].copy() for array in arrays))  # Training may go on.
 
 
@@ -229,32 +245,29 @@ def _rows(features: Any) -> tuple[torch.Tensor, ...]:
     return views
 
 
-def _on_host(tensor: torch.Tensor) -> Float[np.ndarray, ...]:
-    return tensor.detach().float().cpu().numpy()
-
-
-def checked(calibrator: Any) -> Calibrator:
-    """Returns a calibrator; raises InputError for any other object."""
-    if isinstance(calibrator, calibration.Calibrator):
-        return calibrator
-    found = type(calibrator).__name__
-    raise InputError(f"calibrator: expected one of calibration.make or load, found {found}")
-
-
 class Calibrated(nn.Module):
     """A model whose forward returns calibrated scores of all classes, [n, classes].
 
     `before_task` and `after_task` fit the calibrator, which may have been fitted before. The
-    predicted class has the largest score. Features are scored on the host; scores return to the
-    device without a gradient.
+    predicted class has the largest score. Scores return to the device without a gradient.
 
     The module can be copied, pickled and moved to a device. Its `state_dict` holds the calibrator
     and, between `before_task` and `after_task`, the features before the task, so that fitting
     resumes bit for bit.
 
+    Args:
+        module: the model, or an `nn.ModuleList` of it and its pretrained state.
+        calibrator: from `calibration.make` or `calibration.load`.
+        views: see `collect`; by default `pooled`. A pickled module needs a function with a name.
+        layer: name of the last layer, if `pooled` and `head_of` do not find it.
+
     Attributes:
         classes: label of every column, ascending, [classes].
         previous: adapted features of a task's images before it is learned, None outside of a task.
+
+    Raises:
+        InputError: `calibrator` is none; in `forward`, no task was fitted, or features have another
+            shape than the fitted ones.
     """
 
     classes: torch.Tensor
@@ -262,23 +275,13 @@ class Calibrated(nn.Module):
     def __init__(
         self, module: nn.Module, calibrator: Calibrator, views: Views | None = None, layer: str = ""
     ):
-        """Makes a calibrated model.
-
-        Args:
-            module: the model, or an `nn.ModuleList` of it and its pretrained state.
-            calibrator: from `calibration.make` or `calibration.load`.
-            views: see `collect`; by default `pooled`. A pickled module needs a function that has a
-                name.
-            layer: name of the last layer, if `pooled` and `head_of` do not find it.
-
-        Raises:
-            InputError: `calibrator` is no calibrator; in `forward`, no task was fitted, or features
-                have another shape than the fitted ones.
-        """
         super().__init__()
-        self.module, self.calibrator, self.layer = module, checked(calibrator), layer
+        if not isinstance(calibrator, calibration.Calibrator):
+            found = type(calibrator).__name__
+            raise InputError(f"calibrator: expected one of calibration.make or load, found {found}")
+        self.module, self.calibrator, self.layer = module, calibrator, layer
         self.views = views or functools.partial(pooled, layer=layer)
-        self.previous: Float[np.ndarray, "n d"] | None = None
+        self.previous: Float[Any, "n d"] | None = None
         self.register_buffer("classes", torch.zeros(0, dtype=torch.int64), persistent=False)
         self._sort_classes()
 
@@ -323,7 +326,7 @@ class Calibrated(nn.Module):
         """Returns scores of all classes, [n, classes], for images or a batch of a loader."""
         inputs, _ = _parts(inputs, self.classes.device)
         features = _rows(self.views(self.module, inputs))
-        scores = self.calibrator.class_scores(*map(_on_host, features))[:, self.columns]
+        scores = self.calibrator.class_scores(*map(as_array, features))[:, self.columns]
         return torch.from_numpy(scores).to(features[0].device, torch.float32)
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
@@ -334,7 +337,7 @@ class Calibrated(nn.Module):
             content = bytearray(path.read_bytes())
         state = {"calibrator": torch.frombuffer(content, dtype=torch.uint8)}
         if self.previous is not None:
-            state["previous"] = torch.from_numpy(self.previous)
+            state["previous"] = torch.from_numpy(np.array(self.previous))
         return state
 
     def set_extra_state(self, state: Any) -> None:
@@ -346,18 +349,3 @@ class Calibrated(nn.Module):
         previous = state.get("previous")
         self.previous = None if previous is None else previous.cpu().numpy()
         self._sort_classes()
-
-
-def by_label(
-    scores: torch.Tensor, classes: torch.Tensor, count: int
-) -> Float[torch.Tensor, "n count"]:
-    """Returns scores in the columns of their labels; other columns are below all scores.
-
-    Args:
-        scores: result of `Calibrated`, [n, classes].
-        classes: label of every column of `scores`.
-        count: number of columns to return, larger than all labels.
-    """
-    columns = scores.new_full((len(scores), count), float(scores.min()) - 1.0)
-    columns[:, classes] = scores
-    return columns

@@ -56,7 +56,7 @@ class FDCPlugin(SupervisedPlugin):
         elif settings:
             names = ", ".join(settings)
             raise InputError(f"settings: expected none beside a calibrator, found {names}")
-        self.calibrator, self.layer = fdc_torch.checked(calibrator), layer
+        self.calibrator, self.layer = calibrator, layer
         self.pretrained, self.batch_size = pretrained, batch_size
         self.calibrated: fdc_torch.Calibrated | None = None
 
@@ -90,7 +90,8 @@ class FDCPlugin(SupervisedPlugin):
         self.calibrated.eval()
         scores, classes = self.calibrated(strategy.mb_x), self.calibrated.classes
         width = max(strategy.mb_output.shape[1], int(classes.max()) + 1)
-        strategy.mb_output = fdc_torch.by_label(scores, classes, width)
+        strategy.mb_output = scores.new_full((len(scores), width), float(scores.min()) - 1.0)
+        strategy.mb_output[:, classes] = scores
 
     def _walk(self, strategy: Any) -> torch.utils.data.DataLoader:
         dataset = strategy.experience.dataset.eval()

@@ -61,7 +61,10 @@ class FDCModel:
         (calibrated,) = getattr(self, "_calibrated", None) or [None]
         if self.net.training or calibrated is None or not len(calibrated.classes):
             return super().forward(x)
-        return fdc_torch.by_label(calibrated.eval()(x), calibrated.classes, self.num_classes)
+        scores = calibrated.eval()(x)
+        columns = scores.new_full((len(scores), self.num_classes), float(scores.min()) - 1.0)
+        columns[:, calibrated.classes] = scores
+        return columns
 
     def get_extra_state(self: Any) -> dict[str, Any]:
         """Returns the state for a checkpoint, without the backbone."""

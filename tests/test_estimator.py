@@ -49,6 +49,7 @@ def test_the_checks_of_scikit_learn_on_a_device(name):
     check_estimator(estimator, expected_failed_checks=expected(estimator), on_skip=None)
 
 
+VIEWS = (slice(0, 16), slice(16, None))  # of features side by side
 NAMES = np.array([f"class {c}" for c in (7, 3, 9, 1, 0, 5, 8, 2, 4)])
 
 
@@ -65,18 +66,22 @@ def by_hand(tasks, calibrator):
 
 @pytest.mark.parametrize("calibrator", BOTH)
 def test_tasks_one_by_one_give_the_calibrators_scores(tasks, calibrator):
-    estimator = FDCClassifier(calibrator)
+    estimator = FDCClassifier(calibrator, views=VIEWS)
     for task in tasks:
         classes = NAMES[task.first :][: len(task.weight)]
         estimator.partial_fit(
-            (task.adapted, task.pretrained),
+            np.hstack([task.adapted, task.pretrained]),
             NAMES[task.labels],
             classes=classes,
             head=streams.head_of(task, "linear"),
             previous=task.adapted,
         )
-    expected, inputs = by_hand(tasks, calibrator), streams.probe_inputs(tasks)
-    scores, by_class = expected.score(*inputs), expected.class_scores(*inputs)
+    expected, views = by_hand(tasks, calibrator), streams.probe_inputs(tasks)
+    scores, by_class, inputs = (
+        expected.score(*views),
+        expected.class_scores(*views),
+        np.hstack(views),
+    )
     np.testing.assert_array_equal(estimator.predict(inputs), NAMES[scores.label])
     np.testing.assert_array_equal(estimator.predict_task(inputs), scores.task)
     assert estimator.classes_.tolist() == sorted(NAMES)
@@ -100,16 +105,14 @@ def together(tasks):
 @pytest.mark.parametrize("calibrator", BOTH)
 def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, calibrator):
     adapted, pretrained, labels, of_task = together(tasks)
-    whole = FDCClassifier(calibrator).fit((adapted, pretrained), labels, tasks=10.0 * of_task)
+    X, turned = np.hstack([adapted, pretrained]), np.hstack([pretrained, adapted])
+    whole = FDCClassifier(calibrator, views=VIEWS).fit(X, labels, tasks=10.0 * of_task)
     parts = FDCClassifier(calibrator, views=(slice(12, None), slice(0, 12)))
-    columns = np.hstack([pretrained, adapted])
     for task in range(3):
         rows = of_task == task
-        parts.partial_fit(columns[rows], labels[rows], previous=adapted[rows])
-    np.testing.assert_array_equal(
-        whole.decision_function((adapted, pretrained)), parts.decision_function(columns)
-    )
-    assert whole.score((adapted, pretrained), labels) > 0.7
+        parts.partial_fit(turned[rows], labels[rows], previous=adapted[rows])
+    np.testing.assert_array_equal(whole.decision_function(X), parts.decision_function(turned))
+    assert whole.score(X, labels) > 0.7
     kind = {"fdc": FDCClassifier, "gaussians": ContinualClassifier}[calibrator]
     assert type(kind().fit(adapted, labels).calibrator_) is type(calibration.make(calibrator))
     # Without tasks there is one, whose classes no other competes with.
@@ -194,7 +197,9 @@ MISTAKES = {
     ),
     "one": (one_class, "head: ridge cannot fit a task of one class"),
     "two views": (
-        lambda e, tasks: e.partial_fit((tasks[1].adapted, tasks[1].pretrained), tasks[1].labels),
+        lambda e, tasks: e.partial_fit(
+            np.hstack([tasks[1].adapted, tasks[1].pretrained]), tasks[1].labels
+        ),
         "X has 28 features, but FDCClassifier is expecting 16",
     ),
     "nan": (lambda e, _: e.predict(np.full((2, 16), np.nan)), "contains NaN"),

@@ -4,6 +4,8 @@ import copy
 import functools
 import pickle
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
@@ -51,8 +53,6 @@ def test_a_module_scores_as_its_calibrator_and_so_do_its_copies(name, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-6)
         labels = each.classes[found.argmax(dim=1)].numpy()
         np.testing.assert_array_equal(labels, calibrator.score(*views).label)
-    wide = fdc_torch.by_label(found, model.classes, 12)
-    assert wide[:, [1, 10, 11]].max() <= found.min()
 
 
 def test_one_view_and_what_is_refused():
@@ -81,7 +81,7 @@ def test_one_view_and_what_is_refused():
         with pytest.raises(InputError, match=message):
             fdc_torch.collect(Split(), [batch])
     kinds = (torch.nn.LayerNorm(3), torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU())
-    for layer in (*kinds, torch.nn.Embedding(3, 2), torch.nn.LazyLinear(3), None):
+    for layer in (*kinds, torch.nn.Embedding(3, 2), None):
         with pytest.raises(InputError, match=f"expected a linear layer, .*{type(layer).__name__}"):
             fdc_torch.head_of(layer)
     network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
@@ -96,6 +96,38 @@ def test_one_view_and_what_is_refused():
         with pytest.raises(InputError, match=f"calibrator: expected .*{type(wrong).__name__}"):
             fdc_torch.Calibrated(network, wrong)
     assert fdc_torch.head_of(network, [1], name="2").weight.shape == (1, 3)
+
+
+def test_features_are_the_input_of_the_layer_that_gives_the_output(caplog):
+    torch.manual_seed(0)
+    encoder = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 9), encoder, torch.nn.Linear(3, 2))
+    model.forward = lambda x: model[2](model[1](x))  # The order of layers is not that of calls.
+    images = torch.randn(5, 4)
+    batches = [(images, torch.arange(5) % 2)]
+    for _ in range(2):
+        features = fdc_torch.collect(model, batches)[0]
+    np.testing.assert_allclose(features, encoder(images).detach())
+    assert caplog.messages == ["Sequential: features are the input of its layer 2; layer= names an"
+        "other layer"]  # fmt: skip
+    head = fdc_torch.head_of(model)
+    np.testing.assert_allclose(head.logits(features), model(images).detach(), atol=1e-6)
+
+
+def test_features_stay_on_a_device_that_jax_has(monkeypatch):
+    """Without an accelerator: an array of JAX that takes the part of a tensor on one."""
+    given = jnp.arange(6.0).reshape(3, 2)
+
+    class OnDevice:
+        device = torch.device("cuda")
+        detach = float = contiguous = lambda self: self
+        __dlpack__, __dlpack_device__ = given.__dlpack__, given.__dlpack_device__
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = fdc_torch.as_array(OnDevice())
+    assert isinstance(found, jax.Array)
+    np.testing.assert_array_equal(found, given)
+    assert isinstance(fdc_torch.as_array(torch.ones(2)), np.ndarray)
 
 
 def task_loader(task):
@@ -183,18 +215,20 @@ def test_image_classifiers_of_transformers(transformers, kind):
     np.testing.assert_allclose(head.logits(features), logits[:, [4, 1]], atol=1e-5)
 
 
-def test_models_of_transformers_without_a_linear_classifier_get_a_line(transformers):
-    teacher = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**SMALL))
+def test_models_of_transformers_that_end_otherwise(transformers, caplog):
     resnet = transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+        transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=6
+        )
     )
-    for model, found in (
-        (transformers.ViTModel(transformers.ViTConfig(**SMALL)), "no classifier"),
-        (teacher, "no classifier"),
-        (resnet, "a classifier of type Sequential"),
-    ):
-        with pytest.raises(InputError, match=f"{type(model).__name__}: .*{found}; .*layer=.*views"):
-            fdc_torch.collect(model, dictionaries()[0])
+    assert fdc_torch.collect(resnet, dictionaries()[0])[0].shape == (30, 8)
+    assert fdc_torch.head_of(resnet).weight.shape == (6, 8)
+    vit = transformers.ViTModel(transformers.ViTConfig(**SMALL))
+    with pytest.raises(InputError, match=r"features: expected one row .*; name the last layer by"):
+        fdc_torch.collect(vit, dictionaries()[0])
+    teacher = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**SMALL))
+    assert fdc_torch.pooled(teacher, torch.zeros(2, 3, 8, 8)).shape == (2, 6)
+    assert "WithTeacher: features are its output; layer= names" in caplog.messages[-1]
     features = fdc_torch.pooled(teacher, torch.zeros(2, 3, 8, 8), layer="cls_classifier")
     assert features.shape == (2, 24)
 

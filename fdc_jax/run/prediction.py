@@ -89,7 +89,7 @@ class Predictions:
         self.calibrator: Any = run.calibrator(self.method)
         self.num_tasks = self.calibrator.num_tasks
         # The calibrator of a stopped run may be older than the heads.
-        self.heads = run.heads(self.num_tasks)
+        self.heads = run.heads()[: self.num_tasks]
         self.calibrator.replace_heads(self.heads)
         self.gives_confidence = METHODS[self.method].gives_confidence
         self.class_names = np.array(run.class_names, object)

@@ -210,16 +210,11 @@ class Run(RunPaths):
                     f"{expected.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
                 )
 
-    def heads(self, num_tasks: int | None = None) -> list[Any]:
-        """Returns the heads of the first tasks, by default of all that were trained."""
+    def heads(self) -> list[Any]:
+        """Returns the heads of all tasks that were trained."""
         if self.exported:
-            heads = self.calibrator(self.calibrators[0]).heads
-        else:
-            state, tasks_done = self._saved
-            heads = setups.heads(self.encoders.learner, state, tasks_done)
-        if not 0 <= (count := len(heads) if num_tasks is None else num_tasks) <= len(heads):
-            raise InputError(f"{self.folder}: expected up to {len(heads)} heads, found {count}")
-        return heads[:count]
+            return self.calibrator(self.calibrators[0]).heads
+        return setups.heads(self.encoders.learner, *self._saved)
 
     @property
     def state(self) -> Any:
@@ -324,13 +319,8 @@ class Run(RunPaths):
                 )
         return columns
 
-    def features(
-        self, images: UInt8[np.ndarray, "n s s 3"] | Int[np.ndarray, " n"], t: int
-    ) -> Float[np.ndarray, "n d"]:
-        """Returns features by E_t of images, or of the test images of some rows of predictions."""
-        images = np.asarray(images)
-        if images.ndim == 1:
-            images = self.test_images(images)
+    def features(self, images: UInt8[np.ndarray, "n s s 3"], t: int) -> Float[np.ndarray, "n d"]:
+        """Returns features by E_t of images, such as those of `test_images`."""
         parts = np.split(images, range(0, len(images), self.config["evaluation.batch_size"])[1:])
         batches = [
             Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))

@@ -171,7 +171,7 @@ def test_a_wrong_calibrator_or_layer_is_one_line_before_training(avalanche, digi
     from fdc_avalanche import FDCPlugin
 
     with pytest.raises(InputError, match=r"calibrator: expected one of .*, found dict"):
-        FDCPlugin({"tsf": True}, "classifier")
+        FDCPlugin({"tsf": True}, "classifier").start(network(growing=False)[0])
     model, _ = network(growing=False)
     first = copy.deepcopy(model.state_dict())
     for layer, found in (("clasifier", "did you mean classifier"), ("features.1", "ReLU")):
