@@ -15,6 +15,7 @@ import itertools
 import operator
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from fdc_jax.run.progress import Progress
 
 # Most images that are printed, and shown on the page.
 _PRINTED, _ON_PAGE = 10, 100
+# Numbers of answers by true class, "" if it is unknown, and answer.
+_Answers = collections.defaultdict[str, collections.Counter[str]]
 
 
 def parser() -> Program:
@@ -69,15 +72,21 @@ def _run(options: argparse.Namespace) -> None:
     run = fdc_jax.open_run(options.workdir, weights=options.weights, learner=options.learner)
     predictions = Predictions(run, options.images, options.top, options.method)
     images = counted(len(predictions.images), "image")
+    classes = _classes_by_folder(predictions, options.images)
     progress = Progress(options.quiet, unit="batch")
     for note in _notes(predictions):
         progress.line(note)
     progress.start(len(predictions), 0)
     start, counts = time.perf_counter(), collections.Counter[str]()
+    answers: _Answers = collections.defaultdict(collections.Counter)
     printed: list[pd.DataFrame] = []
     shown: list[tuple[float, dict[str, Any], UInt8[np.ndarray, "s s 3"]]] = []
     with contextlib.closing(progress), write_atomically(options.output) as file:
         for table, pixels in predictions:
+            if classes:
+                table.insert(1, "true_class", table["image"].map(classes).fillna(""))
+                for true, answer in zip(table["true_class"], table["class"], strict=True):
+                    answers[true][answer] += 1
             file.write(_text(table, options.output, header=not printed).encode())
             if counts["images"] < _PRINTED:
                 printed.append(table)
@@ -85,7 +94,8 @@ def _run(options: argparse.Namespace) -> None:
             if options.html:
                 # Images unlike anything learned come first, then the least sure.
                 order = table.get("confidence", 0.0) - unlike
-                rows = zip(order, table.to_dict("records"), map(np.copy, pixels), strict=True)
+                records = table.assign(position=table.index).to_dict("records")
+                rows = zip(order, records, map(np.copy, pixels), strict=True)
                 both = itertools.chain(shown, rows)
                 shown = heapq.nsmallest(_ON_PAGE, both, key=operator.itemgetter(0))
             changed = int(table["changed"].sum())
@@ -97,11 +107,30 @@ def _run(options: argparse.Namespace) -> None:
             raise InputError(f"none of {images} could be read")
     if options.html:
         rows = [_picture(row, image) for _, row, image in shown]
-        write_text(options.html, _page(predictions, rows, counts))
+        write_text(options.html, _page(predictions, rows, counts, answers))
     if not options.quiet:
         _print_summary(pd.concat(printed).head(_PRINTED), counts, options)
+        if answers:
+            _print_accuracy(answers)
     if predictions.unreadable:
         raise InputError(f"{len(predictions.unreadable)} of {images} could not be read")
+
+
+def _classes_by_folder(predictions: Predictions, given: Sequence[str]) -> dict[str, str]:
+    """Returns the class of every image in a folder CLASS/ of a given folder, by the image's name.
+
+    Classes are those that the run has learned; names are compared in NFC.
+    """
+    labels = np.concatenate(predictions.calibrator.classes)
+    learned = {unicodedata.normalize("NFC", it): it for it in predictions.class_names[labels]}
+    folders = [Path(path).expanduser() for path in given]
+    classes = {}
+    for name in predictions.images.ids:
+        for folder in folders:
+            if folder in (parents := [*Path(name).parents])[1:]:
+                below = unicodedata.normalize("NFC", parents[parents.index(folder) - 1].name)
+                classes |= {name: learned[below]} if below in learned else {}
+    return classes
 
 
 def _notes(predictions: Predictions) -> Iterator[str]:
@@ -150,23 +179,59 @@ def _print_summary(
     )
 
 
+def _print_accuracy(answers: _Answers) -> None:
+    """Prints a line per known class with its confusions, and the accuracy on all its images."""
+    lines = []
+    for true, said in answers.items():
+        wrong = [f"{escaped(name)} {n}" for name, n in said.most_common() if name != true]
+        share = 100 * said[true] / said.total()
+        lines.append((escaped(true), said.total(), f"{share:.1f}", ", ".join(wrong[:3])))
+    frame = pd.DataFrame(lines, columns=["class", "images", "% right", "taken for"])
+    known = frame[frame["class"] != ""].sort_values("% right", key=pd.to_numeric)
+    print("\n" + known.to_string(index=False))
+    right, total = sum(said[true] for true, said in answers.items()), known["images"].sum()
+    print(f"right on {100 * right / total:.1f} % of {counted(total, 'image')} of known class")
+    if "" in answers:
+        others = counted(answers[""].total(), "image")
+        print(f"{others} in no folder of a class that the run has learned")
+
+
 # The page ----------------------------------------------------------------------------------------
 
 
-def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: dict[str, int]) -> str:
+def _page(
+    predictions: Predictions,
+    shown: list[dict[str, Any]],
+    counts: dict[str, int],
+    answers: _Answers,
+) -> str:
     from fdc_jax.report import page  # plotting takes seconds to import
 
+    run, method = predictions.run, predictions.method
     names = (predictions.images.ids[row] for row in sorted(predictions.unreadable))
     return page.render_predictions(
-        learner=predictions.run.config["learner.name"],
-        benchmark=predictions.run.config["benchmark"],
+        learner=run.config["learner.name"],
+        benchmark=run.config["benchmark"],
         num_tasks=predictions.num_tasks,
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
-        method=METHODS[predictions.method].title,
+        method=METHODS[method].title,
+        accuracy=(run.results or {"accuracy": {}})["accuracy"].get(method),
+        labelled=sum(said.total() for true, said in answers.items() if true),
+        right=sum(said[true] for true, said in answers.items()),
+        reliability=_reliability(predictions),
         **counts,
         unreadable=[_short(name) for name in names],
         shown=shown,
     )
+
+
+def _reliability(predictions: Predictions) -> dict[str, float]:
+    """Returns by class the percentage of the run's test images with this answer that are right."""
+    column = f"{predictions.method}_label"
+    if predictions.run.results is None or column not in (columns := predictions.run.predictions):
+        return {}
+    right = pd.Series(columns[column] == columns["label"]).groupby(columns[column]).mean()
+    return {predictions.class_names[label]: 100 * share for label, share in right.items()}
 
 
 def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:

@@ -134,8 +134,8 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
     shown = Reader(page.read_text())
     assert len(shown.all("img")) == 3 and not shown.all("table")
-    assert "Raw: what the heads alone say." in page.read_text()
-    assert "Next: the best class of any other task." not in page.read_text()
+    assert "Heads alone: the answer without calibration." in page.read_text()
+    assert "unlike anything learned" not in page.read_text()
 
 
 def test_an_exported_run_answers_alike(whole, opened, files, said, tmp_path):
@@ -226,6 +226,29 @@ def test_a_number_of_classes_that_is_none_is_refused(opened, files):
         opened.predict(files, top=2.0)
 
 
+def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, tmp_path, capsys):
+    """CLASS/IMAGE; one folder is of no class that the run has learned, and one image is loose."""
+    labels, folder = opened.predictions["label"], tmp_path / "labelled"
+    for row, path in enumerate(files):
+        name = "unknown" if row < 3 else opened.class_names[labels[row]]
+        (folder / name / "deep").mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder / name / "deep" / path.name)
+    shutil.copy(files[0], folder)
+    output = tmp_path / "out.csv"
+    assert predict.main([str(whole), str(folder), f"--output={output}", "--top=2"]) == 0
+    printed = capsys.readouterr().out
+    table = pd.read_csv(output, dtype=str, keep_default_na=False)
+    right = table["true_class"] == table["class"]
+    assert (table["true_class"] == "").sum() == 4 and len(table) == 61
+    known = opened.predictions["gaussians_label"][3:] == labels[3:]
+    assert right.sum() == known.sum() < 57
+    assert f"right on {100 * known.mean():.1f} % of 57 images of known class" in printed
+    assert "4 images in no folder of a class that the run has learned" in printed
+    wrong = table[~right & (table["true_class"] != "")].iloc[0]
+    row = next(line for line in printed.splitlines() if line.split()[:1] == [wrong["true_class"]])
+    assert f"{wrong['class']} 1" in row
+
+
 # The command -------------------------------------------------------------------------------------
 
 
@@ -265,7 +288,9 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     pictures = read.all("img")
     assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
     assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
-    assert "Next: the best class of any other task." in text
+    assert "Answers by class Gaussians, right on " in text and not read.all("table")
+    assert len(read.all("option")) == 1 + said["class"].iloc[np.argsort(
+        said["confidence"] - said["unlike_learned"], kind="stable")[:7]].nunique()  # fmt: skip
     order = said["confidence"] - said["unlike_learned"]  # unlike anything learned first
     names = sorted(folder.glob("*.png"))
     shown = [f"images/{names[row].name}" for row in np.argsort(order, kind="stable")[:7]]

@@ -90,7 +90,16 @@ def _fill(template: str, **material: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (_rows, _said, _inline, _bar, _subscripts, formatting.minus, counted):
+    for function in (
+        _rows,
+        _said,
+        _inline,
+        _bar,
+        _breakable,
+        _subscripts,
+        formatting.minus,
+        counted,
+    ):
         environment.filters[function.__name__.lstrip("_")] = function
     style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
     return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
@@ -159,6 +168,11 @@ def _said(cell: Any) -> str:
 def _subscripts(text: str) -> Markup:
     """Sets the names of encoders as the paper does."""
     return Markup(re.sub(r"\bE_(\w)\b", r"E<sub>\1</sub>", str(escape(text))))
+
+
+def _breakable(name: str) -> Markup:
+    """Lets a line break after a separator in a name, so that none breaks within a word."""
+    return Markup(re.sub(r"([_./-])", r"\1<wbr>", str(escape(name))))
 
 
 def _inline(figure: Drawing) -> str:

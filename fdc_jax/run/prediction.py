@@ -91,7 +91,6 @@ class Predictions:
         # The calibrator of a stopped run may be older than the heads.
         self.heads = run.heads()[: self.num_tasks]
         self.calibrator.replace_heads(self.heads)
-        self.gives_confidence = METHODS[self.method].gives_confidence
         self.class_names = np.array(run.class_names, object)
         # Small batches show the time left soon; sizes that are powers of two compile few programs.
         last = len(named) - 1
@@ -138,14 +137,16 @@ class Predictions:
         # The prediction comes first even if another class has the same score.
         order = np.where(labels == label[:, None], np.inf, by_class)
         ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
-        if self.gives_confidence:
+        probabilities = None
+        if METHODS[self.method].gives_confidence:
             probabilities, typicality = calibrator.assess(*views)
-            columns["confidence"] = probabilities[rows, ranked[0]]
             columns["typicality"] = typicality
             columns["unlike_learned"] = typicality < confidence.UNTYPICAL
         for rank, best in enumerate(ranked, start=1):
             suffix = f"_{rank}" if rank > 1 else ""
             columns[f"class{suffix}"] = self.class_names[labels[best]]
+            if probabilities is not None:
+                columns[f"confidence{suffix}"] = probabilities[rows, best]
             columns[f"task{suffix}"] = tasks[best] + 1
             columns[f"score{suffix}"] = by_class[rows, best]
         columns["raw_class"] = self.class_names[raw.label]

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fdc_jax.report import classes
+from fdc_jax.report import classes, pictures
 from fdc_jax.report import page as page_of
 from tests.report import made_up, test_classes, test_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# A picture of one pixel.
+PIXEL = pictures.data_uri(np.zeros((1, 1, 3), np.uint8))
 SCREENS = [(1280, 900, "light"), (390, 844, "dark")]
 
 
@@ -73,6 +75,61 @@ def test_the_page_fits_every_screen(browser, report, width, height, scheme):
     assert (ground.mean() < 60) if scheme == "dark" else (ground.mean() > 240)
     assert np.abs(pixels - ground).max() > 150  # something is written that stands out
     assert said == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.close()
+
+
+def test_predictions_are_filtered_and_sorted_without_a_script(browser, tmp_path):
+    names = ["rhododendron", "great_crested_grebe", "a" * 18]
+    shown = [
+        {"class": names[i % 3], "position": 5 - i, "uri": PIXEL, "small": False}
+        | {"name": f"photos/{i}.jpg", "changed": i == 0, "raw_class": names[1], "evidence": []}
+        | {"confidence": 0.1 + 0.2 * i, "typicality": 0.5, "unlike_learned": i == 1}
+        for i in range(6)
+    ]
+    numbers = {"num_tasks": 2, "num_classes": 3, "images": 6, "changed": 1, "unlike": 1}
+    text = page_of.render_predictions(
+        *("slca", "birds"),
+        **numbers,
+        method="class Gaussians",
+        accuracy=91.2,
+        reliability={names[0]: 90.0},
+        labelled=0,
+        right=0,
+        unreadable=[],
+        shown=shown,
+    )
+    path = tmp_path / "predictions.html"
+    path.write_text(text, "utf-8")
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(path.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+    def seen():
+        """Names of the visible images, from the top left on."""
+        script = (
+            "[...document.querySelectorAll('.picture')].map(it => [it.getBoundingClientRect(), it])"
+            ".filter(([box]) => box.height).sort(([a], [b]) => a.top - b.top || a.left - b.left)"
+            ".map(([box, it]) => it.querySelector('img').alt.slice(7, 8)).join('')"
+        )
+        return page.evaluate(script)
+
+    assert seen() == "012345"
+    page.check("#by-file")
+    assert seen() == "543210"
+    page.check("#by-class")
+    assert seen() == "251403"  # by name, and in the order of the page
+    page.check("#show-unlike")
+    assert seen() == "1"
+    page.check("#show-uncertain")
+    assert seen() == "10"
+    page.check("#show-all")
+    page.select_option("#of-class", label=names[0])
+    assert seen() == "03"
+    # A name of 18 letters fits on a line.
+    line = page.evaluate("getComputedStyle(document.querySelector('.answer')).lineHeight")
+    page.select_option("#of-class", label=names[2])
+    height = page.locator(".answer:visible strong").first.bounding_box()["height"]
+    assert height < 1.5 * float(line.removesuffix("px"))
     page.close()
 
 
