@@ -18,7 +18,7 @@ HOSTILE = "<script>alert('x')</script>\"&$x$--><b>"
 MINUS = "\N{MINUS SIGN}"
 
 # Elements without an end.
-VOID = {"meta", "link", "br", "hr", "img", "input"}
+VOID = {"meta", "link", "br", "wbr", "hr", "img", "input"}
 
 
 class Reader(html.parser.HTMLParser):
