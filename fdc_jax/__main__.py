@@ -3,10 +3,11 @@
 import functools
 import os
 import runpy
+import signal
 import sys
 
 import fdc_jax
-from fdc_jax.errors import Ending, InputError, did_you_mean, stop_on_signals
+from fdc_jax.errors import Ending, InputError, did_you_mean, end_at_once, stop_on_signals
 
 PROGRAMS = {
     "run": "learn a stream of tasks, calibrate and evaluate on the way",
@@ -34,6 +35,7 @@ def main() -> None:
 
         sys.exit(paper.main())
     elif name in PROGRAMS:
+        signal.signal(signal.SIGINT, end_at_once)
         sys.path.append(os.getcwd())  # where a learner of the user's own may lie
         runpy.run_module(f"fdc_jax.{name}", run_name="__main__")
     elif name == "--version":

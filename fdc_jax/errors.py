@@ -79,6 +79,12 @@ def stop_on_signals() -> Iterator[StopRequest]:
         restore()
 
 
+def end_at_once(number: int, frame: Any) -> NoReturn:
+    """Handles Ctrl-C before `Program.run`: nothing is written yet, and imports may swallow it."""
+    print("fdc_jax: stopped by SIGINT", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
 def line(error: BaseException) -> str:
     """Returns the start of the first line of an exception, or the name of its type."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
@@ -234,6 +240,8 @@ class Program(argparse.ArgumentParser):
         words = sys.argv[1:] if arguments is None else list(arguments)
         code = None
         with Ending(self.title, "--traceback" in words) as ending:
+            if signal.getsignal(signal.SIGINT) is end_at_once:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             lists = {it.option_strings[0] for it in self._actions if isinstance(it.default, list)}
             refuse_repeated(words, but=lists)
             options = self.parse_args(words)

@@ -54,6 +54,29 @@ def test_what_the_system_refuses_is_one_line(error, code, text, capsys):
         Program("predict", "").run(lambda options: 1 / 0, [])
 
 
+# Ctrl-C at the first import of a module that swallows it.
+INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "numpy":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+sys.meta_path.insert(0, Finder())
+from fdc_jax.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["predict", "export", "posthoc"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(name):
+    words = [sys.executable, "-c", INTERRUPTED, name, "somewhere", "x.png"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "fdc_jax: stopped by SIGINT\n")
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [

@@ -202,6 +202,17 @@ def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, t
         opened.predict(broken)
 
 
+def test_an_image_of_a_million_rows_is_seen_by_its_middle(opened, said, files, tmp_path):
+    """Enlarged as a whole it would need gigabytes, and all predictions would be lost."""
+    long = np.zeros((1_200_000, 1, 3), np.uint8)
+    long[599_900:600_100] = 255
+    Image.fromarray(long).save(tmp_path / "long.png")
+    white = np.full((9, 9), 255, np.uint8)
+    found = opened.predict([files[0], tmp_path / "long.png", white], top=10)
+    same(found.iloc[:1], said.iloc[:1])
+    same(found.iloc[1:2], found.iloc[2:])
+
+
 @pytest.mark.parametrize(
     ("images", "message"),
     [
@@ -247,7 +258,8 @@ def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, t
     assert "4 images in no folder of a class that the run has learned" in printed
     wrong = table[~right & (table["true_class"] != "")].iloc[0]
     row = next(line for line in printed.splitlines() if line.split()[:1] == [wrong["true_class"]])
-    assert f"{wrong['class']} 1" in row
+    count = (table[["true_class", "class"]] == wrong[["true_class", "class"]]).all(axis=1).sum()
+    assert f"{wrong['class']} {count}" in row
 
 
 # The command -------------------------------------------------------------------------------------

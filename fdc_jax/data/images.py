@@ -31,6 +31,7 @@ Image.init()
 _FORMATS = sorted(set(Image.OPEN) - {"EPS"})
 HEIC = "HEIF" in Image.OPEN
 
+_LONGEST = 100  # times the short side
 CROP_SCALE = (0.05, 1.0)  # of the image's area
 _CROP_RATIO = (3 / 4, 4 / 3)  # of width to height
 _TRIES = 10
@@ -115,10 +116,14 @@ def pixels_sha256(pixels: UInt8[np.ndarray, "h w 3"]) -> bytes:
 def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarray, "s s 3"]:
     """PILOT's test transform of an RGB image: bicubic resize, then the centre square.
 
-    The short side becomes 256 pixels for an `image_size` of 224, others in proportion.
+    The short side becomes 256 pixels for an `image_size` of 224, others in proportion. Of an image
+    whose long side is over `_LONGEST` times the short one, only the middle is enlarged.
     """
+    short, most = round(image_size * 256 / 224), _LONGEST * min(image.size)
+    if max(image.size) > most:
+        left, top = ((side - min(side, most)) // 2 for side in image.size)
+        image = image.crop((left, top, image.width - left, image.height - top))
     width, height = image.size
-    short = round(image_size * 256 / 224)
     if width <= height:
         size = (short, int(short * height / width))
     else:

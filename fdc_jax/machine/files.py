@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import io
 import json
@@ -14,6 +15,7 @@ import shutil
 import socket
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -42,17 +44,34 @@ def sha256(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _temporary(path: Path) -> Path:
+    """Returns a hidden name beside a path for this process, and removes those of killed ones."""
+    host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+    own = f".{path.name}.{host}-"
+    for other in path.parent.glob(glob.escape(own) + "*"):
+        try:
+            os.kill(int(other.name.removeprefix(own).partition("-")[0]), 0)
+        except ProcessLookupError:
+            remove = shutil.rmtree if other.is_dir() and not other.is_symlink() else os.unlink
+            with contextlib.suppress(OSError):  # as another process may be removing it
+                remove(other)
+        except (ValueError, OverflowError, PermissionError):  # not ours, or of another user
+            pass
+    return path.with_name(f"{own}{os.getpid()}-{secrets.token_hex(4)}")
+
+
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Opens a temporary binary file and renames it to `path` if the block succeeds.
 
-    The folder is made if it is missing. After any error an existing `path` has its old content.
+    The folder is made if it is missing. After any error an existing `path` has its old content. A
+    temporary file of a process that was killed is removed by the next call.
 
     Raises:
         InputError: the file system refuses the write (full disk, no permission).
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as file:
@@ -84,8 +103,7 @@ def private_folder(folder: Path) -> Path:
 def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary folder and renames it to `folder` at the end, as `write_atomically`."""
     folder = Path(folder)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = _temporary(folder)
     try:
         unfinished.mkdir(parents=True)
         yield unfinished

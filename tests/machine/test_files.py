@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pandas as pd
 import pytest
 
 from configs import digits
-from fdc_jax import open_run, predict
+from fdc_jax import open_run
 from fdc_jax.data import archive, folder, images
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
@@ -26,11 +27,13 @@ from fdc_jax.machine.files import (
     read_safetensors,
     sha256,
     write_atomically,
+    write_folder_atomically,
     write_npy,
     write_npz,
     write_safetensors,
 )
-from fdc_jax.run import seeds
+from fdc_jax.run import prediction, seeds
+from tests import small_runs
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path):
@@ -51,6 +54,45 @@ def test_an_error_keeps_the_old_file(tmp_path):
         raise RuntimeError
     assert path.read_bytes() == b"old"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+KILLED = """
+import os, signal, sys
+from fdc_jax.machine.files import write_atomically, write_folder_atomically
+with write_atomically(sys.argv[1] + "/a.csv"), write_folder_atomically(sys.argv[1] + "/out") as out:
+    (out / "part").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_leftovers_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
+    small_runs.python("-c", KILLED, tmp_path, expected=-signal.SIGKILL)
+    assert len([*tmp_path.iterdir()]) == 2
+    (tmp_path / ".a.csv.else-1").touch()
+    with (
+        write_atomically(tmp_path / "a.csv") as file,
+        write_atomically(tmp_path / "a.csv") as other,
+    ):
+        assert len([*tmp_path.glob(".a.csv.*")]) == 3
+        file.write(b"one")
+        other.write(b"two")
+    with write_folder_atomically(tmp_path / "out") as folder:
+        assert len([*tmp_path.glob(".out.*")]) == 1 and not [*folder.iterdir()]
+    assert sorted(it.name for it in tmp_path.iterdir()) == [".a.csv.else-1", "a.csv", "out"]
+
+
+def test_two_writers_of_one_folder_do_not_touch_each_others_work(tmp_path):
+    out = tmp_path / "out"
+    with (
+        pytest.raises(InputError, match=r"cannot write .*out: "),
+        write_folder_atomically(out) as a,
+    ):
+        (a / "first").touch()
+        with write_folder_atomically(out) as b:
+            (b / "second").touch()
+        assert (a / "first").exists()
+    assert [it.name for it in out.iterdir()] == ["second"]
+    assert [it.name for it in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_path_that_cannot_be_made(tmp_path):
@@ -192,7 +234,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
 def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert named_path("--output", "~/a") == tmp_path / "a"
-    for use in (open_run, feature_files.load, lambda path: [*predict._named(path)]):
+    for use in (open_run, feature_files.load, lambda path: [*prediction._named(path)]):
         with pytest.raises(InputError, match="expected a path, found none"):
             use("")
     with pytest.raises(InputError, match="--workdir: expected a path, found none"):
