@@ -1,12 +1,10 @@
-"""Inference cost of a run: the paper's protocol for Table app-latency.
+"""Inference cost of a finished run: the paper's protocol for Table app-latency.
 
-    python -m fdc_jax.latency WORKDIR...
+    python -m fdc_jax latency WORKDIR...
 
-It compares the raw logits (baseline) with FDC by E_T alone (single) and by E_T and E_0 (dual), on
-the last checkpoint of a run and its first test images. The images lie on the device before the
-clock starts; TSF is folded into the heads. Each contender first runs some batches as a warm-up;
-then the clock runs over repeats of several batches, from an idle device to an idle device. The
-result is `latency.json` in the work directory, which the report reads.
+Raw logits (baseline), FDC with E_T alone (single) and FDC with E_T and E_0 (dual) predict the same
+batch of test images. Images and statistics are on the device before the clock starts; TSF is folded
+into the heads. The result is `latency.json` in the work directory, which the report reads.
 """
 
 import argparse
@@ -14,150 +12,117 @@ import copy
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, UInt8
 
 import fdc_jax
-from fdc_jax.calibration import FDC
+from fdc_jax.calibration import FDC, fdc
 from fdc_jax.errors import InputError, Program
-from fdc_jax.heads import Affine, products, unit
+from fdc_jax.heads import products, unit
 from fdc_jax.machine import devices
 from fdc_jax.machine.files import write_json, write_manifest
 from fdc_jax.machine.versions import versions
 
-IMAGES, WARM_UP, REPEATS, BATCHES = 64, 10, 3, 20  # the paper's
+# The paper's: images of a batch; batches to warm up, repeats, and batches of each repeat.
+IMAGES, PROTOCOL = 64, (10, 3, 20)
 
-Call = Callable[[], Any]
+
+def raw_labels(calibrator: FDC) -> Callable[[Sequence[Any]], Any]:
+    """Returns a compiled function of E_T(x): the label of the largest logit (paper, Eq. raw)."""
+    heads, labels = [head.affine for head in calibrator.heads], np.concatenate(calibrator.classes)
+    rows = jnp.concatenate([jnp.asarray(head.rows, jnp.float32) for head in heads])
+    bias = jnp.concatenate([jnp.broadcast_to(head.bias, len(head.rows)) for head in heads])
+
+    @jax.jit
+    def choose(features, rows, bias):
+        inputs = unit(features[0]) if heads[0].normalised else features[0]
+        return jnp.asarray(labels)[jnp.argmax(products(inputs, rows) + bias, axis=1)]
+
+    return lambda features: choose(features, rows, bias)
+
+
+def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
+    """Returns a compiled function of features in the first views: FDC's labels (lines 16 to 20)."""
+    own = copy.deepcopy(calibrator)
+    if views == 1:  # The statistics of the pretrained view need no memory then.
+        own.settings = dataclasses.replace(own.settings, pretrained_view_weight=0.0)
+        own.tasks = [task._replace(views=task.views[:1]) for task in own.tasks]
+        own.references, own.widths = own.references[:1], own.widths[:1]
+    terms = own.terms(*(np.zeros((1, width), np.float32) for width in own.widths))
+    of, labels = own.settings, np.concatenate(own.classes)
+    first = np.cumsum([0, *map(len, own.classes)])[:-1]
+    weights = (of.adapted_view_weight, of.pretrained_view_weight)[:views]
+
+    @jax.jit
+    def choose(features, tasks):
+        pairs = zip(features, tasks, strict=True)
+        measured = [fdc.measure(view, it, of.attenuation, of.neighbours) for view, it in pairs]
+        switches = weights, True, of.rlc_weight, of.pac_weight, False
+        scores, rows = fdc.fuse(measured, tasks, terms.ratios, *switches)
+        task = scores[:, : len(first)].argmax(axis=1)
+        return jnp.asarray(labels)[jnp.asarray(first)[task] + rows[jnp.arange(len(rows)), task]]
+
+    return lambda features: choose(features, terms.tasks)
 
 
 def measure(
-    contenders: Mapping[str, Callable[[], Call]],
-    warm_up: int = WARM_UP,
-    repeats: int = REPEATS,
-    batches: int = BATCHES,
+    encode: Any, backbone: Any, views: Sequence[Any], images: Any, calibrator: FDC, protocol: Any
 ) -> dict[str, dict[str, Any]]:
-    """Times the work on one batch, contender after contender.
+    """Times baseline, single and dual, in this order: the peak of a process never falls.
 
     Args:
-        contenders: by name, functions that place what a contender needs on the device and return
-            its work on one batch. The process's peak memory never falls, so the contender that
-            needs least comes first, in a process that has done nothing larger.
-        warm_up: batches before the clock starts, at least 1.
-        repeats: timings of each contender.
-        batches: batches of each timing.
+        encode: compiled, `(backbone, images, view) -> features`.
+        backbone: pretrained parameters.
+        views: the parameters that E_T and E_0 have in place of those of the backbone.
+        images: one batch, on the device.
+        calibrator: fitted in both views.
+        protocol: as `PROTOCOL`.
 
     Returns:
-        For each contender `milliseconds` per batch, one number per repeat, and `peak_bytes`, the
-        device's peak so far, None on a CPU.
+        By name `milliseconds` per batch, one number for each repeat from an idle device to an idle
+        device, and `peak_bytes`, the device's peak so far, None on a CPU.
     """
+    warm_up, repeats, batches = protocol
+
+    def run(choose: Callable[..., Any], count: int, times: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(
+            [choose([encode(backbone, images, v) for v in views[:count]]) for _ in range(times)]
+        )
+        return 1000.0 * (time.perf_counter() - start) / times
+
     timings = {}
-    for name, prepare in contenders.items():
-        call = prepare()
-        for _ in range(warm_up):
-            jax.block_until_ready(call())
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            results = [call() for _ in range(batches)]
-            jax.block_until_ready(results)
-            times.append(1000.0 * (time.perf_counter() - start) / batches)
-        timings[name] = {"milliseconds": times, "peak_bytes": devices.peak_memory()}
+    for name, count in {"baseline": 0, "single": 1, "dual": 2}.items():
+        choose = fdc_labels(calibrator, count) if count else raw_labels(calibrator)
+        run(choose, max(count, 1), warm_up)
+        milliseconds = [run(choose, max(count, 1), batches) for _ in range(repeats)]
+        timings[name] = {"milliseconds": milliseconds, "peak_bytes": devices.peak_memory()}
     return timings
 
 
-def contenders(
-    encode: Callable[..., Any],
-    backbone: Any,
-    adapted: Any,
-    pretrained: Any,
-    images: UInt8[Any, "n s s 3"],
-    fdc: FDC,
-) -> dict[str, Callable[[], Call]]:
-    """Returns the contenders `baseline`, `single` and `dual` for `measure`.
-
-    Args:
-        encode: `(backbone, images, encoder) -> features`, compiled.
-        backbone: pretrained parameters.
-        adapted: what E_T has in the place of parameters of E_0.
-        pretrained: likewise for E_0.
-        images: one batch, on the device.
-        fdc: fitted in both views.
-    """
-
-    def baseline() -> Call:
-        classify = classifier([head.affine for head in fdc.heads])
-        return lambda: classify(encode(backbone, images, adapted))
-
-    def single() -> Call:
-        calibrator = adapted_alone(fdc)
-        return lambda: calibrator.score(encode(backbone, images, adapted)).label
-
-    def dual() -> Call:
-        def call() -> Any:
-            views = [encode(backbone, images, encoder) for encoder in (adapted, pretrained)]
-            return fdc.score(*views).label
-
-        return call
-
-    return {"baseline": baseline, "single": single, "dual": dual}
-
-
-def classifier(heads: Sequence[Affine]) -> Callable[[Any], Int[Any, " n"]]:
-    """Returns the compiled choice of the largest logit among all heads (paper, Eq. raw)."""
-    rows = jnp.concatenate([jnp.asarray(head.rows, jnp.float32) for head in heads])
-    parts = [np.broadcast_to(head.bias, len(head.rows)) for head in heads]
-    bias, normalised = jnp.asarray(np.concatenate(parts), jnp.float32), heads[0].normalised
-
-    @jax.jit
-    def choose(features):
-        inputs = unit(features) if normalised else features
-        return jnp.argmax(products(inputs, rows) + bias, axis=1)
-
-    return choose
-
-
-def adapted_alone(fdc: FDC) -> FDC:
-    """Returns a copy of FDC that keeps and reads the statistics of the adapted view alone."""
-    single = copy.deepcopy(fdc)
-    single.settings = dataclasses.replace(fdc.settings, pretrained_view_weight=0.0)
-    single.tasks = [task._replace(views=task.views[:1]) for task in fdc.tasks]
-    single.references, single.widths = fdc.references[:1], fdc.widths[:1]
-    return single
-
-
-def of_run(run: Any, **protocol: int) -> dict[str, Any]:
-    """Measures a finished run.
-
-    Args:
-        run: work directory, opened by `fdc_jax.open_run`.
-        protocol: `warm_up`, `repeats` and `batches` of `measure`.
-
-    Returns:
-        `contenders` as `measure` returns them, and what else the numbers depend on.
+def measure_run(run: Any, protocol: Any = PROTOCOL) -> dict[str, Any]:
+    """Times a finished run of `fdc_jax.open_run`; returns and writes `latency.json`.
 
     Raises:
         InputError: the run is not finished, has no FDC in two views, or its test images are gone.
     """
-    fdc = run.calibrator(FDC.name)
-    if run.results is None or len(fdc.widths) < 2:
+    calibrator = run.calibrator(FDC.name)
+    if run.results is None or len(calibrator.widths) < 2:
         raise InputError(f"{run.folder}: expected a finished run with FDC in both views")
     rows = np.arange(run.results["num_test_images"])[:IMAGES]
-    encoders = run.encoders
+    encoders, views = run.encoders, [run.encoder(t) for t in (run.num_tasks, 0)]
     images = devices.split(encoders.learner.setup.mesh, run.test_images(rows))
-    adapted, pretrained = (run.encoder(t) for t in (run.num_tasks, 0))
-    given = encoders.extract.encode, encoders.backbone, adapted, pretrained, images, fdc
-    return {
-        "images": len(rows),
-        "device": devices.describe(),
-        "precision": run.config["precision"],
-        "versions": versions(),
-        "contenders": measure(contenders(*given), **protocol),
-    }
+    given = encoders.extract.encode, encoders.backbone, views, images, calibrator
+    measured = {"images": len(rows), "device": devices.describe(), "versions": versions()}
+    measured |= {"precision": run.config["precision"], "contenders": measure(*given, protocol)}
+    write_json(run.folder / "latency.json", measured)
+    if run.exported:
+        write_manifest(run.folder)
+    return measured
 
 
 def parser() -> Program:
@@ -176,26 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     for folder in options.workdir:
-        run = fdc_jax.open_run(folder, options.data, options.weights)
-        measured = of_run(run)
-        write_json(run.folder / "latency.json", measured)
-        if run.exported:
-            write_manifest(run.folder)
+        measured = measure_run(fdc_jax.open_run(folder, options.data, options.weights))
+        base, parts = measured["contenders"]["baseline"]["peak_bytes"], []
+        for name, timing in measured["contenders"].items():
+            added = f" (+{(timing['peak_bytes'] - base) / 2**20:.1f} MiB)" if base else ""
+            parts.append(f"{name} {np.mean(timing['milliseconds']):.1f} ms{added}")
         if not options.quiet:
-            print(f"{folder}: {describe(measured)}")
-
-
-def describe(measured: Mapping[str, Any]) -> str:
-    """Returns a line of text about the result of `of_run`."""
-    base = measured["contenders"]["baseline"]
-    parts = []
-    for name, timing in measured["contenders"].items():
-        text = f"{name} {np.mean(timing['milliseconds']):.1f} ms"
-        if timing is not base and base["peak_bytes"] is not None:
-            text += f" (+{(timing['peak_bytes'] - base['peak_bytes']) / 2**20:.1f} MiB)"
-        parts.append(text)
-    memory = "" if base["peak_bytes"] is not None else "; a processor does not tell its memory"
-    return f"{', '.join(parts)} for {measured['images']} images on {measured['device']}{memory}"
+            batch = f"{measured['images']} images on {measured['device']}"
+            memory = "" if base else "; the memory of a processor is not measured"
+            print(f"{folder}: {', '.join(parts)} for {batch}{memory}")
 
 
 if __name__ == "__main__":

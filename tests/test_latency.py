@@ -6,58 +6,60 @@ import numpy as np
 import pytest
 
 import fdc_jax
-from fdc_jax import export, latency
+from fdc_jax import calibration, export, heads, latency
 from fdc_jax.errors import InputError
+from fdc_jax.heads import NearestMeanHead
 from tests import small_runs
 
 
-def test_every_contender_is_placed_warmed_up_and_timed_in_turn(monkeypatch):
-    events, peaks = [], iter([100, 150])
+def test_every_contender_is_warmed_up_and_timed_in_turn(monkeypatch):
+    events, peaks = [], iter([100, 150, 170])
     monkeypatch.setattr(latency.devices, "peak_memory", lambda: next(peaks))
+    monkeypatch.setattr(latency, "raw_labels", lambda _: lambda views: events.append("raw"))
+    monkeypatch.setattr(latency, "fdc_labels", lambda _, n: lambda v: events.append(f"fdc {n}"))
 
-    def contender(name):
-        def place():
-            events.append(f"place {name}")
-            return lambda: events.append(name)
+    def encode(backbone, images, view):
+        events.append(view)
 
-        return place
-
-    found = latency.measure({name: contender(name) for name in "ab"}, 2, 3, 5)
-    assert events == ["place a", *["a"] * 17, "place b", *["b"] * 17]
-    assert [each["peak_bytes"] for each in found.values()] == [100, 150]
-    assert all(len(each["milliseconds"]) == 3 for each in found.values())
+    found = latency.measure(encode, None, ("adapted", "pretrained"), None, None, (2, 3, 5))
+    expected = 17 * ["adapted", "raw"] + 17 * ["adapted", "fdc 1"]
+    assert events == expected + 17 * ["adapted", "pretrained", "fdc 2"]
+    assert list(found) == ["baseline", "single", "dual"]
+    assert [timing["peak_bytes"] for timing in found.values()] == [100, 150, 170]
+    assert all(len(timing["milliseconds"]) == 3 for timing in found.values())
 
 
 def test_contenders_answer_as_the_run_did(whole):
     run = fdc_jax.open_run(whole)
-    rows, fdc = np.arange(60), run.calibrator("fdc")
-    encoders = run.encoders
-    given = run.encoder(2), run.encoder(0), run.test_images(rows), fdc
-    calls = latency.contenders(encoders.extract.encode, encoders.backbone, *given)
-    answers = {name: np.asarray(place()()) for name, place in calls.items()}
-    np.testing.assert_array_equal(answers["baseline"], run.predictions["raw_label"])
-    np.testing.assert_array_equal(answers["dual"], run.predictions["fdc_label"])
-    views = [np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained")]
-    expected = fdc.components(*views)["adapted_view"].label
-    np.testing.assert_array_equal(answers["single"], expected)
+    fdc, encoders, images = run.calibrator("fdc"), run.encoders, run.test_images(np.arange(60))
+    views = [encoders.extract.encode(encoders.backbone, images, run.encoder(t)) for t in (2, 0)]
+    raw = latency.raw_labels(fdc)(views[:1])
+    np.testing.assert_array_equal(raw, run.predictions["raw_label"])
+    dual = latency.fdc_labels(fdc, 2)(views)
+    np.testing.assert_array_equal(dual, run.predictions["fdc_label"])
+    saved = [np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained")]
+    expected = fdc.components(*saved)["adapted_view"].label
+    np.testing.assert_array_equal(latency.fdc_labels(fdc, 1)(views[:1]), expected)
+    assert len(fdc.terms(*saved).tasks) == 2  # The calibrator itself keeps both views.
 
 
 def test_heads_that_divide_by_the_norm_keep_doing_so():
-    rng = np.random.default_rng(0)
-    heads = [latency.Affine(rng.normal(size=(3, 4)), -2.0, True) for _ in range(2)]
-    features = rng.normal(size=(20, 4)) * 10.0 ** rng.integers(-3, 3, (20, 1))
-    rows = np.concatenate([head.rows for head in heads])
-    expected = (features / np.linalg.norm(features, axis=1, keepdims=True) @ rows.T).argmax(axis=1)
-    np.testing.assert_array_equal(latency.classifier(heads)(features.astype("f4")), expected)
+    rng, fdc = np.random.default_rng(0), calibration.FDC()
+    fdc.heads = [NearestMeanHead(rng.normal(size=(3, 4)).astype("f4")) for _ in range(2)]
+    fdc.classes = [np.array([7, 3, 5]), np.array([2, 9, 1])]
+    features = (rng.normal(size=(20, 4)) * 10.0 ** rng.integers(-3, 3, (20, 1))).astype("f4")
+    cosines = heads.unit(features) @ heads.unit(np.concatenate([h.means for h in fdc.heads])).T
+    expected = np.concatenate(fdc.classes)[cosines.argmax(axis=1)]
+    np.testing.assert_array_equal(latency.raw_labels(fdc)([features]), expected)
 
 
-def test_the_command_writes_a_file_and_says_that_a_processor_tells_no_memory(
+def test_the_command_writes_a_file_and_says_that_memory_is_not_measured(
     whole, tmp_path, capsys, monkeypatch
 ):
     folder = small_runs.copied(whole, tmp_path / "run")
-    monkeypatch.setattr(latency.measure, "__defaults__", (1, 2, 1))
+    monkeypatch.setattr(latency.measure_run, "__defaults__", ((1, 2, 1),))
     assert latency.main([str(folder)]) == 0
-    assert "a processor does not tell its memory" in capsys.readouterr().out
+    assert "the memory of a processor is not measured" in capsys.readouterr().out
     found = json.loads((folder / "latency.json").read_text())
     assert found["images"] == 60 and list(found["contenders"]) == ["baseline", "single", "dual"]
     assert {each["peak_bytes"] for each in found["contenders"].values()} == {None}
@@ -65,12 +67,10 @@ def test_the_command_writes_a_file_and_says_that_a_processor_tells_no_memory(
 
 def test_an_export_that_was_measured_still_opens(whole, tmp_path, monkeypatch):
     export.write(whole, tmp_path / "out")
-    monkeypatch.setattr(latency, "of_run", lambda run: {"contenders": {}})
-    monkeypatch.setattr(latency, "describe", str)
-    assert latency.main([str(tmp_path / "out")]) == 0
+    latency.measure_run(fdc_jax.open_run(tmp_path / "out"), (1, 1, 1))
     assert fdc_jax.open_run(tmp_path / "out").exported
 
 
 def test_a_run_that_is_not_finished_is_refused(half):
     with pytest.raises(InputError, match="expected a finished run with FDC in both views"):
-        latency.of_run(fdc_jax.open_run(half))
+        latency.measure_run(fdc_jax.open_run(half))
