@@ -1,11 +1,13 @@
-"""A quarter of an hour on an accelerator: whether its numbers are right, and how fast they come.
+"""One command for a fresh accelerator: checks its numbers and measures its speed.
 
-    python -m benchmarks.accelerator --minutes=8 --output=found
+    python -m benchmarks.accelerator --minutes=8 --output=FOLDER
     python -m benchmarks.accelerator --variant=digits --image_size=32 --batch_size=4 --minutes=1
 
-Parts run in processes of their own, the most valuable first. Each has a share of the time, writes
-NAME.json and NAME.log into the output folder, and stops no other part. Parts that no longer fit are
-skipped by name. The exit code is 1 if a number is wrong or its part failed, otherwise 0.
+Each part runs in a process of its own, the most valuable part first. A part has a share of the
+time, writes NAME.json and NAME.log into the output folder, and stops no other part. Parts that no
+longer fit are skipped by name. The exit code is 1 if a number is wrong or its part failed,
+otherwise 0. The second command is a trial on a processor: imports and compilation take nearly all
+of its time, so that parts share two processes, which run side by side.
 """
 
 import contextlib
@@ -13,11 +15,12 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,7 @@ from fdc_jax.machine.files import check_writable_folder, write_json, write_text
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.accelerator"
+NO_PYTORCH = "PyTorch is not installed"
 GOLDEN = Path(__file__).with_name("golden.json")
 # Columns of the table by the name of a row's value.
 COLUMNS = {"what": "", "images_per_second": "images/s", "milliseconds": "ms"}
@@ -39,7 +43,7 @@ COLUMNS |= {"peak_gib": "peak, GiB", "mib_over_baseline": "over baseline, MiB"}
 
 
 class Part(NamedTuple):
-    """Calls a function of a module of this folder; `seconds` are its share of eight minutes."""
+    """A function of a module of this folder; `seconds` are its share of eight minutes."""
 
     module: str
     function: str
@@ -69,75 +73,128 @@ PARTS = {
 }
 
 
-# One part, in a process of its own ----------------------------------------------------------------
+# Parts, in a process of their own -----------------------------------------------------------------
 
 
 def work(options: Any) -> int:
-    """Measures one part, and writes its record after every row and every comparison."""
+    """Measures the parts named by --part, one after the other."""
+    from fdc_jax.machine import devices
+
+    devices.keep_freed_memory()
+    devices.keep_programs(Path(options.output))
+    for name in options.part.split(","):
+        with open(Path(options.output) / f"{name}.log", "w") as log:
+            for stream in (1, 2):  # also of the processes that a part starts
+                os.dup2(log.fileno(), stream)
+        measure_part(name, options)
+    return 0
+
+
+def measure_part(name: str, options: Any) -> None:
+    """Measures one part; writes its record after every row and every comparison."""
     from benchmarks import golden
     from fdc_jax.machine import devices
 
-    part, folder = PARTS[options.part], Path(options.output)
-    devices.keep_freed_memory()
-    devices.keep_programs(folder)
+    part, path, start = PARTS[name], Path(options.output) / f"{name}.json", time.monotonic()
     committed = {} if options.make_golden else json.loads(Path(options.golden).read_text())
-    record = measure.about(PROGRAM, options) | {"status": "failed", "checks": [], "rows": []}
+    record: dict[str, Any] = measure.about(PROGRAM, options) | {"checks": [], "rows": []}
     try:
         function = getattr(importlib.import_module(f"benchmarks.{part.module}"), part.function)
-        for found in function(options, **part.arguments):
-            if isinstance(found, golden.Number):
-                if options.make_golden and isinstance(found.expected, str):
-                    digits = [float(f"{x:.7g}") for x in np.ravel(found.found)]
-                    number = np.reshape(digits, np.shape(found.found)).tolist()
-                    committed.setdefault(found.expected or found.name, number)
-                record["checks"].append(golden.compare(found, committed))
+        for result in function(options, **part.arguments):
+            if isinstance(result, golden.Number):
+                if options.make_golden and isinstance(result.expected, str):
+                    digits = [float(f"{x:.7g}") for x in np.ravel(result.found)]
+                    number = np.reshape(digits, np.shape(result.found)).tolist()
+                    committed.setdefault(result.expected or result.name, number)
+                record["checks"].append(golden.compare(result, committed))
             else:
-                record["rows"].append(found)
+                record["rows"].append(result)
             record |= {"device": devices.describe()} if part.device else {}
-            write_json(folder / f"{options.part}.json", record)
+            write_json(path, record)
         record["status"] = "done"
     except measure.Skipped as reason:
         record |= {"status": "skipped", "note": str(reason)}
+    except Exception as error:  # The next part may share this process.
+        traceback.print_exc()
+        record |= {"status": "failed", "note": f"{type(error).__name__}: {error}"[:200]}
     if options.make_golden:
         record["made"] = committed
-    write_json(folder / f"{options.part}.json", record)
-    return 0
+    write_json(path, record | {"seconds": time.monotonic() - start})
 
 
 # All parts ----------------------------------------------------------------------------------------
 
 
-def start(name: str, options: Any, limit: float) -> dict[str, Any]:
-    """Runs a part in a process that is ended at a limit, and returns its record."""
-    folder = Path(options.output)
-    path, log = folder / f"{name}.json", folder / f"{name}.log"
-    path.unlink(missing_ok=True)
-    begun, ended = time.monotonic(), "failed"
-    with open(log, "w") as lines:
-        command = [sys.executable, "-m", PROGRAM, *sys.argv[1:], f"--part={name}"]
-        streams: Any = {"stdout": lines, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen(command, **streams)
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            ended = "out of time"
-        except KeyboardInterrupt:
-            ended = "interrupted"
-        finally:
-            # Also what the part started, such as a run.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    record: dict[str, Any] = {"checks": [], "rows": []}
-    record |= json.loads(path.read_text()) if path.exists() else {}
-    if record.get("status") not in ("done", "skipped"):
-        # Flax and JAX say more behind the error.
-        errors = re.findall(r"^[\w.]*Error\b.*", log.read_text(errors="replace"), re.MULTILINE)
-        note = f"exit code {process.returncode} {''.join(errors[-1:])[:200]}"
-        record |= {"status": ended, "note": note if ended == "failed" else ""}
-    record["seconds"] = time.monotonic() - begun
-    write_json(path, record)
+@contextlib.contextmanager
+def started(names: Sequence[str], options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts a process for some parts, and ends it together with all that they started."""
+    command = [sys.executable, "-m", PROGRAM, *sys.argv[1:], f"--part={','.join(names)}"]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def finish(
+    process: subprocess.Popen[bytes], names: Sequence[str], options: Any, limit: float
+) -> dict[str, dict[str, Any]]:
+    """Waits for a process, but not beyond a limit, and returns the records of its parts."""
+    try:
+        status, note = "failed", f"exit code {process.wait(max(limit, 0.0))}"
+    except subprocess.TimeoutExpired:
+        status, note = "out of time", ""
+    return {name: read_record(name, options, status, note) for name in names}
+
+
+def read_record(name: str, options: Any, status: str, note: str = "") -> dict[str, Any]:
+    """Returns the record of a part, with this status if the part did not come to its end."""
+    path = Path(options.output) / f"{name}.json"
+    record = {"checks": [], "rows": []} | (json.loads(path.read_text()) if path.exists() else {})
+    if "status" not in record:
+        record |= {"status": status, "note": note}
+        write_json(path, record)
     return record
+
+
+def is_missing(name: str) -> bool:
+    """Returns True for a part that compares with PyTorch if it is not installed."""
+    return PARTS[name].module == "pytorch" and importlib.util.find_spec("torch") is None
+
+
+def one_by_one(names: Sequence[str], options: Any) -> Iterator[dict[str, dict[str, Any]]]:
+    """Runs each part in a process of its own; yields its record by its name."""
+    end = time.monotonic() + 60 * options.minutes
+    for index, name in enumerate(names):
+        left, seconds = end - time.monotonic(), [PARTS[each].seconds for each in names[index:]]
+        late = left < max(5, seconds[0] * options.minutes / 16)
+        if late or is_missing(name):
+            yield {name: skipped("no time left" if late else NO_PYTORCH)}
+            continue
+        limit = max(3 * left * seconds[0] / sum(seconds), left / 3, 10)
+        with started([name], options) as process:
+            yield finish(process, [name], options, min(left, limit))
+
+
+def trial(names: Sequence[str], options: Any) -> Iterator[dict[str, dict[str, Any]]]:
+    """Runs all parts in two processes side by side; yields the records of each process."""
+    end, missing = time.monotonic() + 60 * options.minutes, [*filter(is_missing, names)]
+    yield {name: skipped(NO_PYTORCH) for name in missing}
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for device in (True, False):
+            own = [name for name in names if PARTS[name].device == device and name not in missing]
+            if own:
+                processes.append((stack.enter_context(started(own, options)), own))
+        for process, own in processes:
+            yield finish(process, own, options, end - time.monotonic())
+
+
+def skipped(note: str) -> dict[str, Any]:
+    """Returns the record of a part that is not started."""
+    return {"status": "skipped", "note": note, "checks": [], "rows": []}
 
 
 def wrong(name: str, record: dict[str, Any]) -> list[str]:
@@ -182,31 +239,30 @@ def main() -> int:
         raise InputError(f"--parts: expected some of {', '.join(PARTS)}, found {unknown}")
     if options.make_golden:
         names = [name for name in names if PARTS[name].module == "golden"]
+    is_trial, flags_of_xla = measure.is_trial(options), os.environ.get("XLA_FLAGS", "")
+    if options.make_golden or is_trial:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    if options.variant == "digits":  # A trial, in which compilation takes longest.
+    if is_trial:  # Compilation takes longest.
         quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags_of_xla} {quick}".strip()
     check_writable_folder("--output", options.output)
     Path(options.output).mkdir(parents=True, exist_ok=True)
+    for name in names:  # of an earlier call
+        (Path(options.output) / f"{name}.json").unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    end, records = time.monotonic() + 60 * options.minutes, {}
-    for index, name in enumerate(names):
-        left, seconds = end - time.monotonic(), [PARTS[each].seconds for each in names[index:]]
-        reasons = {
-            "interrupted": "interrupted" in (each["status"] for each in records.values()),
-            "no time left": left < max(5, seconds[0] * options.minutes / 16),
-            "PyTorch is not installed": PARTS[name].module == "pytorch"
-            and importlib.util.find_spec("torch") is None,
-        }
-        record: dict[str, Any] = {"status": "skipped", "checks": [], "rows": []}
-        record["note"] = next((reason for reason, holds in reasons.items() if holds), "")
-        if not record["note"]:
-            limit = max(3 * left * seconds[0] / sum(seconds), left / 3, 10)
-            record = start(name, options, min(left, limit))
-        records[name] = record
-        print(f"{name}: {record['status']} {record.get('note', '')}", flush=True)
-        for line in wrong(name, record):
-            print(f"{name}: WRONG: {line}", flush=True)
+    records: dict[str, dict[str, Any]] = {}
+    try:
+        for finished in (trial if is_trial else one_by_one)(names, options):
+            records |= finished
+            for name, record in finished.items():
+                print(f"{name}: {record['status']} {record.get('note', '')}", flush=True)
+                for line in wrong(name, record):
+                    print(f"{name}: WRONG: {line}", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    rest = (name for name in names if name not in records)
+    records |= {name: read_record(name, options, "interrupted") for name in rest}
+    records = {name: records[name] for name in names}
     text = tables(records)
     write_text(Path(options.output) / "table.txt", text + "\n")
     known = dict.fromkeys(each["device"] for each in records.values() if "device" in each)

@@ -76,15 +76,22 @@ def named(seconds: np.ndarray, unit: float = 1.0) -> dict[str, float]:
     return dict(zip(("clock", "processor"), (unit * seconds).tolist(), strict=True))
 
 
-def paced(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def is_trial(options: argparse.Namespace) -> bool:
+    """Returns True for the digits encoder, with which a command only shows that it works."""
+    return options.variant == "digits"
+
+
+def paced(
+    options: argparse.Namespace, call: Callable[[], Any], wait: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Times five repeats of several calls, which wait for the device once, after the last of them.
 
-    A repeat makes 20 calls, or as many as take half a second. Returns medians and all repeats, in
-    seconds a call. `wait` waits for a device that is not JAX's.
+    A repeat makes 20 calls, or as many as take half a second, in a trial a single one. Returns
+    medians and all repeats, in seconds per call. `wait` waits for a device that is not JAX's.
     """
     timed(call)
     _, seconds = timed(call)
-    calls = max(1, min(20, int(0.5 / seconds[0])))
+    calls = 1 if is_trial(options) else max(1, min(20, int(0.5 / seconds[0])))
 
     def repeat() -> Any:
         for _ in range(calls):

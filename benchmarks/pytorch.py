@@ -215,7 +215,7 @@ def training_step(options: Any, expert: bool) -> Iterator[Any]:
     numbers["second loss"] = float(call())
     name = "PyTorch, compiled, bfloat16" if expert else "PyTorch as the field writes it, float32"
     yield from speed.agreement(options, name, precision, numbers)
-    seconds = measure.paced(call, wait=wait)
+    seconds = measure.paced(options, call, wait)
     count = flops.training_step(problem.model.variant, options.image_size, synthetic.RANK, size)
     found = speed.row(f"{name}, batch {size}", seconds, size, count)
     if device.type == "cuda":

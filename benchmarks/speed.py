@@ -7,6 +7,7 @@ product, which is measured beside it.
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,12 @@ def training_step(
             yield from agreement(options, name, precision, numbers)
     count = flops.training_step(model.variant, options.image_size, synthetic.RANK, size)
     known: Any = () if learner else (count, flops.peak(precision))
-    yield row(name, measure.paced(call), size, *known) | more
+    yield row(name, measure.paced(options, call), size, *known) | more
 
 
 def steps_of_learners(options: Any) -> Iterator[Any]:
     """Yields the step of every learner in fast mode."""
-    for name in learners.names()[: 1 if options.variant == "digits" else None]:
+    for name in learners.names()[: 1 if measure.is_trial(options) else None]:
         yield from training_step(options, "fast", learner=name)
 
 
@@ -125,7 +126,7 @@ def extraction(options: Any) -> Iterator[Any]:
     count = flops.forward(model.variant, options.image_size)
     for used in (1, 2):
         given: Any = (backbone, views[:used], [batch] * 4)
-        seconds = measure.paced(lambda given=given: [each.features for each in extract(*given)])
+        seconds = measure.paced(options, partial(extract, *given))
         what = f"extraction, fast, {model.attention}, batch {size}, views: {used}"
         yield row(what, seconds, 4 * size, 4 * used * size * count, peak)
 
@@ -133,18 +134,21 @@ def extraction(options: Any) -> Iterator[Any]:
 def latencies(options: Any) -> Iterator[Any]:
     """Yields the paper's latency of a batch without FDC, with one view and with both.
 
-    FDC knows ten tasks of ten classes, as in CIFAR-100.
+    FDC knows ten tasks of ten classes, as in CIFAR-100. A trial has two tasks and one precision.
     """
     size, width = options.batch_size, vit.VARIANTS[options.variant].width
+    precisions, protocol = ("parity", "fast"), latency.PROTOCOL
     point, fdc, mesh = Point(10, 1000, 100, width, 2), calibration.FDC(), devices.data_mesh()
+    if measure.is_trial(options):
+        precisions, protocol = ("parity",), (1, 3, 2)
+        point = Point(2, 200, 20, width, 2)
     for task in range(point.tasks):
         fdc.fit_task(**point.features(task))
     fdc.finalize()
-    for precision in ("parity", "fast"):
+    for precision in precisions:
         model, batch, backbone, views = encoders(options, precision, size)
         images, encode = devices.split(mesh, batch.images), Extractor(model, mesh).encode
-        given: Any = (encode, backbone, *views, images, fdc)
-        found = latency.measure(latency.contenders(*given))
+        found = latency.measure(encode, backbone, views, images, fdc, protocol)
         baseline = np.median(found["baseline"]["milliseconds"])
         for name, record in found.items():
             clock, peak = np.median(record["milliseconds"]), record["peak_bytes"]
