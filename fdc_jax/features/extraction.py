@@ -21,14 +21,14 @@ from fdc_jax.machine.devices import Mesh
 from fdc_jax.model import operations, vit
 from fdc_jax.model.vit import VisionTransformer
 
-# Most batches whose features are on the device before the oldest are fetched.
+# Most batches whose features are computed before those of the oldest are awaited.
 _IN_FLIGHT = 2
 
 
 class Extraction(NamedTuple):
     """Features, and the seconds that images and encoder took when these were computed."""
 
-    features: Float[np.ndarray, "n d"]
+    features: Float[Any, "n d"]
     seconds: float
     from_cache: bool = False
 
@@ -53,8 +53,7 @@ class Extractor:
             features = jax.lax.map(lambda part: encode(backbone, part, replaced), portions)
             return features.reshape(count, -1)
 
-        # Every process gets the features of the whole batch.
-        self.encode = jax.jit(encode, out_shardings=devices.everywhere(mesh))
+        self.encode = jax.jit(encode, out_shardings=devices.rows(mesh))
 
     def __call__(
         self,
@@ -65,8 +64,9 @@ class Extractor:
     ) -> list[Extraction]:
         """Returns float32 features by several encoders, one row per image without padding.
 
-        Every image is read, decoded and transferred once. The features are bit for bit those of
-        separate passes; every encoder gets the same share of the seconds.
+        The features stay on the devices (`devices.joined`). Every image is read, decoded and
+        transferred once. The features are bit for bit those of separate passes; every encoder gets
+        the same share of the seconds.
 
         Args:
             backbone: pretrained parameters.
@@ -74,13 +74,12 @@ class Extractor:
             batches: images in evaluation preprocessing.
             poll: called before every batch; raises to stop.
         """
-        start = time.perf_counter()
-        blocks = [[np.zeros((0, self._width), np.float32)] for _ in views]
-        for features in self.stream(backbone, views, batches, poll):
-            for rows, own in zip(features, blocks, strict=True):
-                own.append(rows)
+        start, empty = time.perf_counter(), np.zeros((0, self._width), np.float32)
+        by_batch = [*self.stream(backbone, views, batches, poll)] or [[empty] * len(views)]
+        whole = [devices.joined(self._mesh, parts) for parts in zip(*by_batch, strict=True)]
+        jax.block_until_ready(whole)
         seconds = (time.perf_counter() - start) / len(views)
-        return [Extraction(np.concatenate(own), seconds) for own in blocks]
+        return [Extraction(features, seconds) for features in whole]
 
     def stream(
         self,
@@ -88,23 +87,24 @@ class Extractor:
         views: Sequence[Any],
         batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
-    ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
+    ) -> Iterator[list[Float[Any, "n d"]]]:
         """Yields for every batch the features by every encoder; see `__call__`."""
-        pending: collections.deque = collections.deque()
+        under_way: collections.deque = collections.deque()
 
-        def fetch() -> list[np.ndarray]:
-            features, count = pending.popleft()
-            return [np.asarray(view)[:count] for view in features]
+        def finish() -> list[Any]:
+            features, count = under_way.popleft()
+            jax.block_until_ready(features)
+            return [devices.joined(self._mesh, [rows], count) for rows in features]
 
         for batch in batches:
             poll()
             images = devices.split(self._mesh, batch.images)
             features = [self.encode(backbone, images, replaced) for replaced in views]
-            pending.append((features, int(batch.weights.sum())))
-            if len(pending) > _IN_FLIGHT:
-                yield fetch()
-        while pending:
-            yield fetch()
+            under_way.append((features, int(batch.weights.sum())))
+            if len(under_way) > _IN_FLIGHT:
+                yield finish()
+        while under_way:
+            yield finish()
 
 
 class FeatureCache:

@@ -4,10 +4,12 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -37,6 +39,29 @@ def have_cudnn(mesh: Mesh) -> bool:
 def everywhere(mesh: Mesh) -> NamedSharding:
     """Returns the placement of arrays that every device has a copy of."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+    """Returns the placement of results: devices share the rows, processes have a copy each."""
+    return everywhere(mesh) if mesh.is_multi_process else _split(mesh)
+
+
+def joined(mesh: Mesh, parts: Sequence[Any], count: int | None = None) -> Any:
+    """Returns the rows of results, or the first `count` of them, as one array on the devices.
+
+    Devices share the rows if they divide their number. Each of several processes has a copy on its
+    host. So has a single CPU, whose memory is the host's: no program is compiled to join rows.
+    """
+    on_host = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    if on_host or mesh.is_multi_process:
+        return np.concatenate(parts)[:count]
+    count = sum(map(len, parts)) if count is None else count
+    place = everywhere(mesh) if count % mesh.size else rows(mesh)
+    return jax.jit(_first_rows, static_argnames="count", out_shardings=place)(parts, count=count)
+
+
+def _first_rows(parts: Sequence[Any], count: int) -> Any:
+    return jnp.concatenate(parts)[:count]
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:

@@ -95,7 +95,8 @@ class RunImages:
         if pretrained is None:
             pretrained = extract(vit.pretrained_kernels(setup.backbone), indices)
             setup.pretrained_features.keep("test", indices, pretrained)
-        return adapted, pretrained._replace(features=pretrained.features[:count])
+        first = devices.joined(self._mesh, [pretrained.features], count)
+        return adapted, pretrained._replace(features=first)
 
     def _labelled(self, task: int) -> tuple[Any, ...]:
         """Returns a task's training images, their indices, and labels within the task."""

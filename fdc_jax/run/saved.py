@@ -327,7 +327,7 @@ class Run(RunPaths):
             for part in parts
         ]
         extract, backbone = self.encoders.extract, self.encoders.backbone
-        return extract(backbone, [self.encoder(t)], batches)[0].features
+        return devices.to_host(extract(backbone, [self.encoder(t)], batches)[0].features)
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
         """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.

@@ -9,6 +9,7 @@ from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.features.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.machine import devices
 from fdc_jax.model import operations, vit
+from tests import small_runs
 from tests.model import reference
 
 
@@ -74,6 +75,65 @@ def test_both_views_in_one_pass_and_in_portions(model, backbone, monkeypatch, co
         np.testing.assert_array_equal(found.features, alone.features)
         assert found.seconds > 0
     assert cut.encode._cache_size() <= 1
+
+
+# Learns three tasks with features of two random encoders, and scores the images of the last.
+TASKS = """
+import jax, numpy as np
+from fdc_jax import calibration
+from fdc_jax.calibration import inputs
+from fdc_jax.heads import LinearHead
+from fdc_jax.machine import devices
+from fdc_jax.model import vit
+from tests.calibration import test_devices
+from tests.features.test_extraction import batches, extractor
+from tests.model import reference
+variant = vit.Variant(16, 2, heads=2, patch=8, image_size=32)
+model, rng = vit.VisionTransformer(variant), np.random.default_rng(0)
+backbone = reference.random_params(0, variant, side=32)
+pretrained, counts = vit.pretrained_kernels(backbone), (40, 37, 44)
+adapted = jax.tree.map(lambda kernel: 1.5 * kernel, pretrained)
+extract, fdc, kept = extractor(model), calibration.FDC(), []
+placed = [devices.replicate(devices.data_mesh(), tree) for tree in (backbone, adapted, pretrained)]
+jax.block_until_ready(placed)
+fetch, shapes = jax.device_get, []
+def device_get(tree):
+    shapes.extend(leaf.shape for leaf in jax.tree.leaves(tree))
+    return fetch(tree)
+jax.device_get, inputs.host_array = device_get, test_devices.refuse_features
+with jax.transfer_guard_device_to_host("disallow"):
+    for task, count in enumerate(counts):
+        views = [found.features for found in extract(placed[0], placed[1:], batches(count))]
+        assert all(isinstance(view, jax.Array) for view in views)
+        shared = views[0].addressable_shards[0].data.shape[0] * 4 == count
+        assert shared == (count % 4 == 0) and len(views[0].sharding.device_set) == 4
+        head = LinearHead(rng.normal(size=(2, 16)).astype("f4"), np.zeros(2, "f4"))
+        labels = 2 * task + np.arange(count) % 2
+        fdc.fit_task(views[0], labels, head, views[1])
+        kept.append((views, labels, head))
+        if task < 2:
+            kept[-1] = (fetch(views), labels, head)
+            del views
+            rows = [array for array in jax.live_arrays() if array.shape[1:] == (16,)]
+            assert not any(len(array) in counts for array in rows)  # The task is forgotten.
+    fdc.finalize()
+    scores = fdc.score(*views)
+fetched = {shape for shape in shapes if shape[1:] == (16,)}
+assert shapes and not any(shape[0] in counts for shape in fetched), fetched
+jax.device_get, inputs.host_array = fetch, lambda value, name: np.asarray(value)
+twin = calibration.FDC()
+for views, labels, head in kept:
+    twin.fit_task(*(np.asarray(views[0]), labels, head, np.asarray(views[1])))
+twin.finalize()
+expected = twin.score(*map(np.asarray, kept[-1][0]))
+np.testing.assert_allclose(scores.task_scores, expected.task_scores, rtol=1e-4, atol=1e-5)
+np.testing.assert_array_equal(scores.label, expected.label)
+"""
+
+
+@pytest.mark.ci
+def test_whole_tasks_move_nothing_but_statistics_to_the_host():
+    small_runs.python("-c", TASKS, env=small_runs.with_devices(4))
 
 
 INDICES = np.array([4, 5, 6])
