@@ -16,7 +16,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,81 +158,31 @@ def collectives(compiled: str) -> list[tuple[str, int]]:
     return found
 
 
-# First match wins; `op_name` of a compiled operation.
-PARTS = (
-    ("products of the MLP", r"MlpBlock_3/Dense_\d/dot_general"),
-    ("GELU", r"MlpBlock_3/"),
-    ("query, key, value, out", r"Attention_1/(query|key|value|out)/"),
-    ("products of attention", r"Attention_1/[a-z,>-]+/(dot_general|transpose)"),
-    ("softmax", r"Attention_1/"),
-    ("norms", r"LayerNorm|encoder_norm"),
-    ("residuals", r"encoderblock_\d+/(add|add_any|slice|pad)"),
-    ("embedding", r"embedding/|posembed_input"),
-    ("head, loss, optimiser, copies", ""),
-)
-
-
-def part_of(name: str) -> str:
-    """Returns the part of the encoder that an operation of this name belongs to."""
-    return next(part for part, pattern in PARTS if re.search(pattern, name))
-
-
-def instructions(program: str) -> Iterator[tuple[str, str, str]]:
-    """Yields the computation, the name and the line of every instruction of a compiled program."""
-    computation = ""
-    for line in program.splitlines():
-        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            computation = opened[1]
-        elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line):
-            yield computation, instruction[1], line
-
-
-def names(program: str) -> dict[str, str]:
-    """Returns `op_name` by instruction of a compiled program, as text.
-
-    An instruction without a name of its own has that of the computation that it calls.
-    """
-    found: dict[str, str] = {}
-    roots: dict[str, str] = {}
-    calls: dict[str, str] = {}
-    for computation, name, line in instructions(program):
-        if named := re.search(r'op_name="([^"]+)"', line):
-            found[name] = roots[computation] = named[1]
-        elif called := re.search(r"calls=%?([\w.-]+)", line):
-            calls[name] = called[1]
-    return found | {name: roots[to] for name, to in calls.items() if to in roots}
-
-
-def cycles(compiled: str) -> dict[str, int]:
-    """Returns a TPU's estimated cycles by part of the encoder, copies apart."""
-    named = names(compiled)
-    own: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    calls: dict[str, list[tuple[str, str | None]]] = collections.defaultdict(list)
-    # By the computation that compares with it whether a loop goes on: how often it does.
-    turns: dict[str | None, int] = {}
-    for computation, name, line in instructions(compiled):
+def cycles(compiled: str) -> int:
+    """Returns a TPU's estimated cycles of a compiled program."""
+    own: collections.Counter = collections.Counter()
+    calls: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
+    turns: dict[str, int] = {}  # of a loop, by the computation of its condition
+    computation = entry = ""
+    for line in compiled.splitlines():
+        if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            computation = opened[2]
+            entry = computation if opened[1] else entry
         if estimate := re.search(r'estimated_cycles":"?(\d+)', line):
-            copies = re.match(r"copy|bitcast|transpose", name)
-            part = "copies" if copies else part_of(named.get(name, ""))
-            own[computation][part] += int(estimate[1])
+            own[computation] += int(estimate[1])
         if body := re.search(r"\bbody=%?([\w.-]+)", line):
             condition = re.search(r"\bcondition=%?([\w.-]+)", line)
-            calls[computation].append((body[1], condition[1] if condition else None))
+            calls[computation].append((body[1], condition[1] if condition else ""))
         if bound := re.search(r"= s32\[\]\S* constant\((\d+)\)", line):
             turns[computation] = int(bound[1])
         if branches := re.search(r"branch_computations=\{(.*?)\}", line):
-            # The last is the largest, and taken on several devices.
-            calls[computation].append((branches[1].split(", ")[-1].strip("%"), None))
+            # The last branch is the largest, and several devices take it.
+            calls[computation].append((branches[1].split(", ")[-1].strip("%"), ""))
 
-    def total(name: str) -> collections.Counter:
-        found = collections.Counter(own[name])
-        for callee, condition in calls[name]:
-            for part, each in total(callee).items():
-                found[part] += turns.get(condition, 1) * each
-        return found
+    def total(name: str) -> int:
+        return own[name] + sum(turns.get(of, 1) * total(callee) for callee, of in calls[name])
 
-    entry = re.search(r"^ENTRY %?([\w.-]+)", compiled, re.MULTILINE)
-    return dict(total(entry[1] if entry else "").most_common())
+    return total(entry)
 
 
 def record_of(program: Program, target: str) -> dict[str, Any]:
@@ -267,10 +216,8 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
         },
     }
     if "gigahertz" in described:
-        hertz = 1e9 * described["gigahertz"]
-        parts = {name: 1e3 * each / hertz for name, each in cycles(executable.as_text()).items()}
-        total = 1e-3 * sum(parts.values())
-        found |= {"milliseconds": parts, "images_per_second": program.images / total}
+        total = cycles(executable.as_text()) / (1e9 * described["gigahertz"])
+        found |= {"milliseconds": 1e3 * total, "images_per_second": program.images / total}
         if found["operations"]:
             found["share_of_peak"] = found["operations"] / total / (1e12 * described["teraflops"])
     return found
@@ -304,7 +251,7 @@ def main() -> None:
                 records.append(what | found)
                 measure.write_report(PROGRAM, options, {"records": records})
                 memory = found["memory_bytes"]["temporary"] / 2**30
-                took = sum(found["milliseconds"].values()) if "milliseconds" in found else math.nan
+                took = found.get("milliseconds", math.nan)
                 print(f"{what}: {memory:.2f} GiB temporary, {took:.2f} ms", flush=True)
 
 
