@@ -12,7 +12,6 @@ of its time, so that parts share two processes, which run side by side.
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -33,7 +32,6 @@ from fdc_jax.machine.files import check_writable_folder, write_json, write_text
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.accelerator"
-NO_PYTORCH = "PyTorch is not installed"
 GOLDEN = Path(__file__).with_name("golden.json")
 # Columns of the table by the name of a row's value.
 COLUMNS = {"what": "", "images_per_second": "images/s", "milliseconds": "ms"}
@@ -159,19 +157,13 @@ def read_record(name: str, options: Any, status: str, note: str = "") -> dict[st
     return record
 
 
-def is_missing(name: str) -> bool:
-    """Returns True for a part that compares with PyTorch if it is not installed."""
-    return PARTS[name].module == "pytorch" and importlib.util.find_spec("torch") is None
-
-
 def one_by_one(names: Sequence[str], options: Any) -> Iterator[dict[str, dict[str, Any]]]:
     """Runs each part in a process of its own; yields its record by its name."""
     end = time.monotonic() + 60 * options.minutes
     for index, name in enumerate(names):
         left, seconds = end - time.monotonic(), [PARTS[each].seconds for each in names[index:]]
-        late = left < max(5, seconds[0] * options.minutes / 16)
-        if late or is_missing(name):
-            yield {name: skipped("no time left" if late else NO_PYTORCH)}
+        if left < max(5, seconds[0] * options.minutes / 16):
+            yield {name: read_record(name, options, "skipped", "no time left")}
             continue
         limit = max(3 * left * seconds[0] / sum(seconds), left / 3, 10)
         with started([name], options) as process:
@@ -180,21 +172,12 @@ def one_by_one(names: Sequence[str], options: Any) -> Iterator[dict[str, dict[st
 
 def trial(names: Sequence[str], options: Any) -> Iterator[dict[str, dict[str, Any]]]:
     """Runs all parts in two processes side by side; yields the records of each process."""
-    end, missing = time.monotonic() + 60 * options.minutes, [*filter(is_missing, names)]
-    yield {name: skipped(NO_PYTORCH) for name in missing}
+    end = time.monotonic() + 60 * options.minutes
+    groups = [[name for name in names if PARTS[name].device == own] for own in (True, False)]
     with contextlib.ExitStack() as stack:
-        processes = []
-        for device in (True, False):
-            own = [name for name in names if PARTS[name].device == device and name not in missing]
-            if own:
-                processes.append((stack.enter_context(started(own, options)), own))
-        for process, own in processes:
+        running = [(stack.enter_context(started(own, options)), own) for own in groups if own]
+        for process, own in running:
             yield finish(process, own, options, end - time.monotonic())
-
-
-def skipped(note: str) -> dict[str, Any]:
-    """Returns the record of a part that is not started."""
-    return {"status": "skipped", "note": note, "checks": [], "rows": []}
 
 
 def wrong(name: str, record: dict[str, Any]) -> list[str]:

@@ -109,15 +109,14 @@ def fit_and_score(point: Point, method: str, repeats: int, place: Any = None) ->
     return found
 
 
-def line(found: dict[str, Any]) -> str:
+def line(result: dict[str, Any]) -> str:
     """Returns the result as a line for the screen."""
-    fit, score = found["fit_seconds"], found["score_milliseconds"]["64"]
-    point = ", ".join(f"{name} {found[name]}" for name in ("method", *Point._fields))
-    sizes = {"peak": found["peak_memory_bytes"], "statistics": found["storage_bytes"]}
+    fit, score = result["fit_seconds"], result["score_milliseconds"]["64"]
+    point = ", ".join(f"{name} {result[name]}" for name in ("method", *Point._fields))
     return (
-        f"{point}: fit {fit['clock']:.1f} s ({fit['processor']:.1f} s of processor time), "
-        + "".join(f"{name} {value / 2**20:.1f} MiB, " for name, value in sizes.items())
-        + f"score {score['clock']:.1f} ms per 64 ({score['processor']:.1f} ms of processor time)"
+        f"{point}: fit {fit['clock']:.1f} s ({fit['processor']:.1f} s of the processor), score of "
+        f"64 {score['clock']:.1f} ms ({score['processor']:.1f} ms), "
+        f"peak {result['peak_memory_bytes'] / 2**20:.1f} MiB"
     )
 
 

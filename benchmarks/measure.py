@@ -52,14 +52,10 @@ def parsed(parser: argparse.ArgumentParser, suffix: str = ".json") -> argparse.N
 
 def numbers(options: argparse.Namespace, name: str) -> list[int]:
     """Returns the numbers of a flag such as --tasks=1,10, each at least 1."""
-    text = getattr(options, name)
-    try:
-        found = [int(number) for number in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise InputError(f"--{name}: expected numbers of at least 1, found {text}")
-    return found
+    words = getattr(options, name).split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise InputError(f"--{name}: expected numbers of at least 1, found {','.join(words)}")
+    return [int(word) for word in words]
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, np.ndarray]:

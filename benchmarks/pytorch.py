@@ -15,13 +15,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import torch  # pyright: ignore[reportMissingImports]
-from torch import nn  # pyright: ignore[reportMissingImports]
-from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
 from benchmarks import flops, measure, speed, synthetic
 from fdc_jax.model import layouts, vit
 from fdc_jax.run import base
+
+try:
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch import nn  # pyright: ignore[reportMissingImports]
+    from torch.nn import functional  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise measure.Skipped("PyTorch is not installed") from error
 
 
 class LowRank(nn.Module):

@@ -137,11 +137,10 @@ def latencies(options: Any) -> Iterator[Any]:
     FDC knows ten tasks of ten classes, as in CIFAR-100. A trial has two tasks and one precision.
     """
     size, width = options.batch_size, vit.VARIANTS[options.variant].width
-    precisions, protocol = ("parity", "fast"), latency.PROTOCOL
-    point, fdc, mesh = Point(10, 1000, 100, width, 2), calibration.FDC(), devices.data_mesh()
+    point, precisions, protocol = (10, 1000, 100), ("parity", "fast"), latency.PROTOCOL
     if measure.is_trial(options):
-        precisions, protocol = ("parity",), (1, 3, 2)
-        point = Point(2, 200, 20, width, 2)
+        point, precisions, protocol = (2, 200, 20), ("parity",), (1, 3, 2)
+    point, fdc, mesh = Point(*point, width, 2), calibration.FDC(), devices.data_mesh()
     for task in range(point.tasks):
         fdc.fit_task(**point.features(task))
     fdc.finalize()

@@ -1,5 +1,7 @@
 """Benchmarks at a tiny size: what they write, and that a wrong number is found."""
 
+import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -75,7 +77,7 @@ def test_a_broken_number_gives_code_1_and_its_error(tmp_path):
     assert "tolerance 0.0001" in printed and printed.count("WRONG") == 1
     wrong = [each["check"] for each in records["features"]["checks"] if not each["right"]]
     assert wrong == ["two blocks of ViT-B/16, parity, xla"]
-    assert len(records["features"]["checks"]) == 6
+    assert len(records["features"]["checks"]) == 4
 
 
 @pytest.mark.ci
@@ -89,27 +91,40 @@ def test_a_processor_computes_the_committed_gradients_of_all_learners(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_trial_of_a_minute_tries_every_part(tmp_path):
-    """A part for which a busy machine leaves no time is skipped by name."""
-    _, printed = measured(tmp_path / "out", *TRIAL, "--minutes=1")
-    for name in accelerator.PARTS:
-        assert f"{name}: " in printed
-
-
-@pytest.mark.ci
-def test_every_part_writes_rows_or_right_numbers(tmp_path):
+def test_a_trial_tries_every_part(tmp_path):
+    """A minute suffices for it on two idle cores; here the machine gets the time that it needs."""
     records, printed = measured(tmp_path / "out", *TRIAL, "--minutes=60")
-    for name, record in records.items():
-        skipped = name == "step_fast_cudnn"
-        assert record["status"] == ("skipped" if skipped else "done"), name
-        assert skipped or record["checks"] or record["rows"], name
-        assert all(each["right"] for each in record["checks"]), name
+    reasons = {
+        name: record["note"] for name, record in records.items() if record["status"] != "done"
+    }
+    skipped = {"step_fast_cudnn": "cuDNN's attention needs an NVIDIA GPU from Ampere on"}
+    if importlib.util.find_spec("torch") is None:
+        skipped |= dict.fromkeys(("pytorch_expert", "pytorch_eager"), "PyTorch is not installed")
+    assert records.keys() == accelerator.PARTS.keys() and reasons == skipped
+    for name in records.keys() - reasons.keys():
+        record = records[name]
+        assert record["checks"] or record["rows"], name
+        assert all(check["right"] for check in record["checks"]), name
         assert {"jax", "commit"} <= record["versions"].keys()
-        assert ("device" in record) == (accelerator.PARTS[name].device and not skipped), name
+        assert ("device" in record) == accelerator.PARTS[name].device, name
     rows = {row["what"]: row for record in records.values() for row in record["rows"]}
     assert all(row["images_per_second"] > 0 and row["what"] in printed for row in rows.values())
     step = rows["training step, parity, xla, batch 4"]
     assert 0 < step["share_of_peak"] < 1 and step["temporary_gib"] > 0
+
+
+def test_a_part_that_is_stopped_keeps_its_rows(tmp_path):
+    (tmp_path / "features.json").write_text('{"checks": [], "rows": [{"what": "x"}]}')
+    options = argparse.Namespace(output=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        records = accelerator.finish(process, ["features", "scores"], options, 0.1)
+        process.kill()
+    assert {record["status"] for record in records.values()} == {"out of time"}
+    assert [len(record["rows"]) for record in records.values()] == [1, 0]
+    ended = subprocess.Popen([sys.executable, "-c", "exit(3)"])
+    (record,) = accelerator.finish(ended, ["digits"], options, 60).values()
+    assert (record["status"], record["note"]) == ("failed", "exit code 3")
+    assert accelerator.wrong("digits", record) == ["the part failed, see its log"]
 
 
 def test_wrong_flags_are_one_line(tmp_path):
