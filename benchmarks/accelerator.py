@@ -161,7 +161,7 @@ def one_by_one(names: Sequence[str], options: Any) -> Iterator[dict[str, dict[st
     """Runs each part in a process of its own; yields its record by its name."""
     end = time.monotonic() + 60 * options.minutes
     for index, name in enumerate(names):
-        left, seconds = end - time.monotonic(), [PARTS[each].seconds for each in names[index:]]
+        left, seconds = end - time.monotonic(), [PARTS[part].seconds for part in names[index:]]
         if left < max(5, seconds[0] * options.minutes / 16):
             yield {name: read_record(name, options, "skipped", "no time left")}
             continue

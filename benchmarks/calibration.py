@@ -22,7 +22,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 
 PROGRAM = "benchmarks.calibration"
-BATCHES = (64, 1024)
+BATCHES = (64, 1024, 10_000)
 
 
 class Point(NamedTuple):
@@ -69,22 +69,18 @@ class Point(NamedTuple):
         return given | {"adapted": np.float32(1.1) * np.roll(found, 1, axis=1), "pretrained": found}
 
 
-def fit_and_score(point: Point, method: str, repeats: int, place: Any = None) -> dict[str, Any]:
+def fit_and_score(point: Point, method: str, repeats: int, place: Any = np.asarray) -> Any:
     """Fits all tasks of a point, the first of which compiles, and scores with them.
 
     Features lie where `place` puts them, on the host by default.
     """
-
-    def placed(task: int) -> dict[str, Any]:
-        views = ("previous", *VIEWS) if place else ()
-        given = point.features(task)
-        return given | {name: place(given[name]) for name in views if given.get(name) is not None}
-
     single = {"pretrained_view_weight": 0.0} if (method, point.views) == ("fdc", 1) else {}
     calibrator: Any = calibration.make(method, **single)
     fit = np.zeros((point.tasks, 2))
     for task in range(point.tasks):
-        given = placed(task)
+        given = point.features(task)
+        of_views = {name for name in ("previous", *VIEWS) if given.get(name) is not None}
+        given |= {name: place(given[name]) for name in of_views}
         fit[task] = measure.timed(lambda given=given: calibrator.fit_task(**given))[1]
     _, finalize = measure.timed(calibrator.finalize)
     found = {**point._asdict(), "method": method, "storage_bytes": calibrator.storage_bytes}
@@ -92,9 +88,12 @@ def fit_and_score(point: Point, method: str, repeats: int, place: Any = None) ->
         residuals = sum(u.nbytes for view in calibrator.foreign for u in view)
         ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
         found |= {"foreign_residual_bytes": residuals, "mean_rank": float(np.mean(ranks))}
-    given, score = placed(0), {}
+    given, score = point.features(0), {}
     for size in BATCHES:
-        batch = [each if each is None else each[:size] for each in map(given.get, VIEWS)]
+        batch: Any = [
+            view if view is None else place(np.resize(view, (size, point.width)))
+            for view in map(given.get, VIEWS)
+        ]
         calibrator.score(*batch)
         each = [measure.timed(lambda b=batch: calibrator.score(*b))[1] for _ in range(repeats)]
         score[str(size)] = measure.named(np.median(each, axis=0), 1e3)

@@ -147,13 +147,13 @@ def latencies(options: Any) -> Iterator[Any]:
     for precision in precisions:
         model, batch, backbone, views = encoders(options, precision, size)
         images, encode = devices.split(mesh, batch.images), Extractor(model, mesh).encode
-        found = latency.measure(encode, backbone, views, images, fdc, protocol)
-        baseline = np.median(found["baseline"]["milliseconds"])
-        for name, record in found.items():
+        timings = latency.measure(encode, backbone, views, images, fdc, protocol)
+        base, least = (timings["baseline"][name] for name in ("milliseconds", "peak_bytes"))
+        for name, record in timings.items():
             clock, peak = np.median(record["milliseconds"]), record["peak_bytes"]
-            more = {"times_baseline": clock / baseline, "all": record["milliseconds"]}
+            more = {"times_baseline": clock / np.median(base), "all": record["milliseconds"]}
             if peak and precision == "parity":  # The peak of a process never falls.
-                more["mib_over_baseline"] = (peak - found["baseline"]["peak_bytes"]) / 2**20
+                more["mib_over_baseline"] = (peak - least) / 2**20
             seconds = {"clock": clock / 1e3}
             yield row(f"latency, {precision}, {name}, batch {size}", seconds, size) | more
 

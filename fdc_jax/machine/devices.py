@@ -56,8 +56,8 @@ def joined(mesh: Mesh, parts: Sequence[Any], count: int | None = None) -> Any:
     if on_host or mesh.is_multi_process:
         return np.concatenate(parts)[:count]
     count = sum(map(len, parts)) if count is None else count
-    place = everywhere(mesh) if count % mesh.size else rows(mesh)
-    return jax.jit(_first_rows, static_argnames="count", out_shardings=place)(parts, count=count)
+    shared = everywhere(mesh) if count % mesh.size else rows(mesh)
+    return jax.jit(_first_rows, static_argnames="count", out_shardings=shared)(parts, count=count)
 
 
 def _first_rows(parts: Sequence[Any], count: int) -> Any:
