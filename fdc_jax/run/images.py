@@ -95,7 +95,7 @@ class RunImages:
         if pretrained is None:
             pretrained = extract(vit.pretrained_kernels(setup.backbone), indices)
             setup.pretrained_features.keep("test", indices, pretrained)
-        first = devices.joined(self._mesh, [pretrained.features], count)
+        first = devices.joined(setup.learner.setup.mesh, [pretrained.features], count)
         return adapted, pretrained._replace(features=first)
 
     def _labelled(self, task: int) -> tuple[Any, ...]:
