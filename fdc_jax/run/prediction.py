@@ -25,6 +25,7 @@ from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
+from fdc_jax.machine import devices
 from fdc_jax.machine.files import named_path
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Predictions:
         encoders, tasks = self.run.encoders, (self.num_tasks, 0)[: len(self.calibrator.widths)]
         replaced = [self.run.encoder(t) for t in tasks]
         features = encoders.extract.stream(encoders.backbone, replaced, ahead)
-        for views, batch in zip(features, behind, strict=True):
+        for views, batch in zip(map(devices.to_host, features), behind, strict=True):
             rows, indices = np.split(indices, [len(views[0])])
             readable = ~np.isin(rows, list(self.unreadable))
             for row in rows[~readable].tolist():
