@@ -29,7 +29,6 @@ from tabulate import tabulate
 from fdc_jax import errors, learners, report
 from fdc_jax.command import configured
 from fdc_jax.data import archive, benchmarks, cifar100
-from fdc_jax.data import folder as folders
 from fdc_jax.errors import InputError, StopRequest, counted, did_you_mean
 from fdc_jax.machine.files import InUse, check_writable_folder, holder, locked
 from fdc_jax.model import weights
@@ -154,7 +153,7 @@ def _find_data(benchmark: str, data: str) -> dict[str, str]:
     """Returns flags that name the data of a benchmark, none of data that a run finds by itself.
 
     Raises:
-        InputError: the data are missing, or their files are not those of the benchmark.
+        InputError: the data are missing.
     """
     folder = Path(data).expanduser()
     paths = sorted(folder.iterdir(), key=Path.is_file) if data and folder.is_dir() else []
@@ -163,8 +162,6 @@ def _find_data(benchmark: str, data: str) -> dict[str, str]:
         if benchmark == "cifar100" and path.name == benchmark:
             return {"--config.data.dir": str(folder)}  # prepared by TFDS
         if _plain(path.name) in map(_plain, (file, benchmark)):
-            if page:
-                folders.verify_names(benchmark, archive.names(path))
             return {"--config.data.source": str(path)}
     if page:
         raise InputError(f"{file} (archive or folder; size not published), {page}")

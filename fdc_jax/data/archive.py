@@ -75,17 +75,3 @@ def _extracted(archive: Path, destination: Path) -> Iterator[int]:
     else:
         text = f"{archive}: expected a folder, or a zip or tar archive of one"
         raise InputError("; ".join(filter(None, (text, foreign(start)))))
-
-
-def names(path: Path) -> list[str]:
-    """Returns the names of all files of an archive or a folder; InputError if it is damaged."""
-    if path.is_dir():
-        return [file.relative_to(path).as_posix() for file in path.rglob("*")]
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as packed:
-                return packed.namelist()
-        with tarfile.open(path) as packed:
-            return packed.getnames()
-    except Exception as error:  # Damaged archives raise a dozen types.
-        raise InputError(f"{path}: cannot list its files: {error}") from error

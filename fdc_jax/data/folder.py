@@ -12,13 +12,12 @@ import hashlib
 import logging
 import os
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
 from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, images
@@ -93,7 +92,12 @@ def open_folder(
     wrong = {it: skipped.paths[it] for it in (_DEAD, _EMPTY, _SINGLE) if it in skipped.paths}
     if wrong:
         raise InputError(f"{root}: expected images in every class, found {Skipped(wrong).text(99)}")
-    class_names, labels = _verified(name, splits)  # before all images are decoded
+    class_names = tuple(sorted({file.class_name for split in splits.values() for file in split}))
+    labels = {
+        split: np.searchsorted(class_names, [file.class_name for file in files]).astype(np.int32)
+        for split, files in splits.items()
+    }
+    benchmarks.verify(name, labels["train"], labels["test"], class_names)  # before all is decoded
     for label in np.setdiff1d(labels["train"], labels["test"]):
         skipped.add("classes without test images", (class_names[label],))
     digits = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
@@ -259,40 +263,6 @@ def _tops(files: Mapping[Path, _Parts], folders: set[_Parts]) -> dict[str, _Part
             return {"train": (*top, "train"), "test": (*top, test)} if test else {"": top}
     names = sorted({folder[0] for folder in folders if folder})[:10]
     raise InputError(f"expected {_LAYOUTS}; found {', '.join(names) or 'no folder'}")
-
-
-def _verified(
-    name: str, splits: Mapping[str, list[ImageFile]]
-) -> tuple[tuple[str, ...], dict[str, Int[np.ndarray, " n"]]]:
-    """Returns the names of the classes, and the labels of each split.
-
-    Raises:
-        InputError: see `benchmarks.verify`.
-    """
-    class_names = sorted({file.class_name for files in splits.values() for file in files})
-    labels = {
-        split: np.searchsorted(class_names, [file.class_name for file in files]).astype(np.int32)
-        for split, files in splits.items()
-    }
-    benchmarks.verify(name, labels["train"], labels["test"], class_names)
-    return tuple(class_names), labels
-
-
-def verify_names(name: str, paths: Iterable[str]) -> None:
-    """Checks the numbers of images of a benchmark by the names of all files of its archive.
-
-    Raises:
-        InputError: see `benchmarks.verify`.
-    """
-    names = {Path(path): tuple(path.split("/")) for path in paths}
-    files = {
-        path: parts
-        for path, parts in names.items()
-        if all(map(_visible, parts)) and parts[-1].lower().endswith(IMAGE_SUFFIXES)
-    }
-    folders = {parts[:depth] for parts in files.values() for depth in range(len(parts))}
-    splits = _arrange(files, folders, Skipped())
-    _verified(name, {"train": [], "test": []} | splits)
 
 
 def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, list[ImageFile]]:

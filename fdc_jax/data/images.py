@@ -1,9 +1,8 @@
 """Decoding, and PILOT's two transforms, with Pillow on the host: uint8 RGB arrays out.
 
-Conversion to floating point and the input range belong to the device. An orientation given in EXIF
-is applied to images of the user's own; benchmarks keep pixels as they are stored, as PILOT does.
-Transparency is dropped, as `PIL.Image.convert("RGB")` does. Of 16 bits the upper eight are kept, in
-grey (which `convert` clips) as in colour.
+Conversion to floating point and the input range belong to the device. Photographs of the user's own
+are turned upright as their EXIF data say, and transparent pixels are put on white; benchmarks keep
+pixels as they are stored, as PILOT does. Grey of 12 or 16 bits is scaled to 8 bits.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import contextlib
 import hashlib
 import io
 import math
+import warnings
 
 import numpy as np
 from jaxtyping import Float, UInt8
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from fdc_jax.errors import InputError, line
 from fdc_jax.machine.files import foreign
@@ -27,6 +27,8 @@ with contextlib.suppress(ImportError):
 
 # Pillow loads its rarer formats at the first file that needs them, which is not safe in threads.
 Image.init()
+# Its warning names no file; its error, at twice as many pixels, becomes a line that does.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Programs in PostScript would be run by Ghostscript.
 _FORMATS = sorted(set(Image.OPEN) - {"EPS"})
 HEIC = "HEIF" in Image.OPEN
@@ -42,17 +44,6 @@ NUM_UNIFORMS = 2 * _TRIES + 3
 _SIXTEEN_BITS = (("I", "PNG"), ("I", "PPM"))
 _REFUSED = {"F": "floating-point numbers", "I": "32-bit integers"}
 
-# What brings an image of an EXIF orientation upright.
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-
 
 def decode(encoded: bytes | Image.Image, description: str, upright: bool = False) -> Image.Image:
     """Returns the image in mode RGB, all pixels read.
@@ -60,7 +51,7 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
     Args:
         encoded: content of a file, or what Pillow opened, which stays as it is.
         description: names the image in the error message.
-        upright: whether to turn it as its EXIF data say.
+        upright: whether to turn it as its EXIF data say, and to put transparent pixels on white.
 
     Raises:
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
@@ -75,9 +66,13 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
             raise ValueError(f"expected pixels of 8 or 16 bits, found {_REFUSED[image.mode]}")
         if 0 in image.size:
             raise ValueError("expected pixels, found none")
-        pixels = _rgb(image)
-        turn = _TURNS.get(_orientation(image)) if upright else None
-        return pixels if turn is None else pixels.transpose(turn)
+        pixels = _rgb(image, on_white=upright)
+        if upright:
+            with contextlib.suppress(Exception):  # No orientation, or damaged EXIF data.
+                orientation = ExifTags.Base.Orientation
+                pixels.getexif()[orientation] = image.getexif()[orientation]
+                ImageOps.exif_transpose(pixels, in_place=True)
+        return pixels
     except Exception as error:  # Pillow's parsers raise a dozen types on damaged files.
         reason = line(error)
         if isinstance(error, Image.UnidentifiedImageError):
@@ -89,22 +84,19 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
         raise InputError(f"{description}: cannot decode this image: {reason}") from error
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _rgb(image: Image.Image, on_white: bool) -> Image.Image:
+    if image.mode.startswith("I;16") or image.mode == "I":
+        pixels = np.asarray(image)
+        bits = next(bits for bits in (8, 12, 16) if pixels.max() < 2**bits)
+        image = Image.fromarray((pixels >> (bits - 8)).astype(np.uint8))
+    if on_white and image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     if image.mode == "P":
         # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
         image = image.copy()
         image.info.pop("transparency", None)
-    if image.mode.startswith("I;16") or image.mode == "I":
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
-
-
-def _orientation(image: Image.Image) -> int:
-    """Returns the orientation that a camera noted; 1, as stored, where its data are damaged."""
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:
-        return 1
 
 
 def pixels_sha256(pixels: UInt8[np.ndarray, "h w 3"]) -> bytes:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import tarfile
 import zipfile
 
@@ -74,3 +75,28 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     folder.rename(folder.with_name(f".{folder.name}.unfinished"))
     assert archive.unpack(tmp_path / "o.zip", tmp_path / "cache") == folder
     assert list((tmp_path / "cache").iterdir()) == [folder]
+
+
+def test_paths_of_windows_programs_are_folders(tmp_path):
+    with zipfile.ZipFile(tmp_path / "o.zip", "w") as packed:
+        member = zipfile.ZipInfo("x")
+        member.filename = "top\\ant\\..\\..\\..\\1.png"
+        packed.writestr(member, b"content")
+    folder = archive.unpack(tmp_path / "o.zip", tmp_path / "cache")
+    assert (folder / "top/ant/1.png").read_bytes() == b"content"
+
+
+@pytest.mark.parametrize(("pack", "name"), [(pack_zip, "o.zip"), (pack_tar, "o.tar.gz")])
+@pytest.mark.parametrize(("free", "limit"), [(2**40, "1,000"), (900, "the 900 that are free")])
+def test_an_archive_that_grows_beyond_measure_is_refused(
+    tmp_path, monkeypatch, pack, name, free, limit
+):
+    monkeypatch.setattr(archive, "_ALWAYS_ALLOWED", 1000)
+    monkeypatch.setattr(archive, "_LARGEST_RATIO", 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
+    pack(tmp_path / name, bytes(890))
+    archive.unpack(tmp_path / name, tmp_path / "cache")
+    pack(tmp_path / name, bytes(1001))
+    with pytest.raises(InputError, match=f"{name}: expected at most {limit} bytes when unpacked"):
+        archive.unpack(tmp_path / name, tmp_path / "cache")
+    assert len([*(tmp_path / "cache").iterdir()]) == 1

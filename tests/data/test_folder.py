@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from fdc_jax.data import archive, folder, images
+from fdc_jax.data import folder, images
 from fdc_jax.data.dataset import class_checksums
 from fdc_jax.errors import InputError
 
@@ -381,16 +381,9 @@ def test_class_names_have_no_control_characters(tmp_path, name):
 
 
 def test_a_benchmark_is_counted_before_an_image_is_decoded(tmp_path):
-    """By the names of its files, also in an archive."""
     for split in ("train", "test"):
         (tmp_path / "omni" / split / "one").mkdir(parents=True)
         (tmp_path / "omni" / split / "one" / "1.png").write_text("no image")
     message = "^omnibench: expected 300 classes, found 1;"
     with pytest.raises(InputError, match=message):
         folder.open_folder(tmp_path / "omni", "omnibench", tmp_path / "cache")
-    listed = archive.names(tmp_path)
-    with pytest.raises(InputError, match=message):
-        folder.verify_names("omnibench", listed)
-    packed = shutil.make_archive(str(tmp_path / "omni"), "gztar", tmp_path, "omni")
-    with pytest.raises(InputError, match=message):
-        folder.verify_names("omnibench", archive.names(Path(packed)))

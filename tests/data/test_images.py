@@ -127,6 +127,20 @@ def test_decode_gives_rgb_without_transparency(photo, encode):
         np.testing.assert_array_equal(np.asarray(decoded), expected)
 
 
+def test_transparent_pixels_of_photographs_lie_on_white(photo, encode):
+    image = photo(20, 10)
+    half, palette = image.copy(), image.convert("P")
+    half.putalpha(128)
+    expected = np.asarray(image, float) * 128 / 255 + 127
+    found = np.asarray(images.decode(encode(half), "x", upright=True), float)
+    np.testing.assert_allclose(found, expected, atol=1)
+    index = palette.getpixel((3, 4))
+    found = np.asarray(images.decode(encode(palette, transparency=index), "x", upright=True))
+    clear = np.asarray(palette) == index
+    assert (found[clear] == 255).all()
+    np.testing.assert_array_equal(found[~clear], np.asarray(palette.convert("RGB"))[~clear])
+
+
 SIXTEEN_BITS = np.array([[0, 7, 255, 256, 32768, 65535]], np.uint16)
 
 
@@ -137,6 +151,13 @@ def test_of_sixteen_bits_the_upper_eight_are_kept(encode, file_format):
         content = encode(SIXTEEN_BITS, file_format)
     found = np.asarray(images.decode(content, "x"))
     np.testing.assert_array_equal(found, grey_to_rgb([[0, 0, 0, 1, 128, 255]]))
+
+
+@pytest.mark.parametrize("bits", [8, 12, 16])
+def test_fewer_bits_in_sixteen_are_not_black(encode, bits):
+    pixels = np.array([[0, 2 ** (bits - 1), 2**bits - 1]], np.uint16)
+    found = np.asarray(images.decode(encode(pixels, "TIFF"), "x"))
+    np.testing.assert_array_equal(found, grey_to_rgb([[0, 128, 255]]))
 
 
 @pytest.mark.parametrize(

@@ -120,3 +120,24 @@ def test_sources_that_are_refused(tmp_path, monkeypatch, benchmark, source, mess
     with pytest.raises(InputError, match=message):
         name = sources.name_of(benchmark, source)
         sources.open_splits(name, tmp_path / "cache", source=source, data_dir=str(tmp_path))
+
+
+CONTENTS = {
+    "flat": ({"a.png": b"", "b.png": b""}, "found no folder$"),
+    "zip in a zip": ({"photos.zip": b"PK"}, r"found no folder; .* image: 1 \(1 .zip\)$"),
+    "unreadable": (
+        {f"{split}/ant/{n}.png": b"no image" for n, split in enumerate(("train", "test"))},
+        "2 of 2 images cannot be read: .*/mine.zip/test/ant/1.png: cannot decode",
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "message"), CONTENTS.values(), ids=CONTENTS)
+def test_an_archive_is_named_by_its_own_path_and_does_not_stay_unpacked(tmp_path, files, message):
+    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as packed:
+        for name, content in files.items():
+            packed.writestr(name, content)
+    with pytest.raises(InputError, match=message) as caught:
+        sources.open_splits("mine", tmp_path / "cache", source=str(tmp_path / "mine.zip"))
+    assert "cache" not in str(caught.value) and str(tmp_path / "mine.zip") in str(caught.value)
+    assert not [path for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir()]
