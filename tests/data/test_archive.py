@@ -69,14 +69,6 @@ def test_archives_cannot_write_or_read_outside(tmp_path, name, link):
     assert not list(tmp_path.rglob("escaped.png"))
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
-    pack_zip(tmp_path / "o.zip", b"content")
-    folder = archive.unpack(tmp_path / "o.zip", tmp_path / "cache")
-    folder.rename(folder.with_name(f".{folder.name}.unfinished"))
-    assert archive.unpack(tmp_path / "o.zip", tmp_path / "cache") == folder
-    assert list((tmp_path / "cache").iterdir()) == [folder]
-
-
 def test_paths_of_windows_programs_are_folders(tmp_path):
     with zipfile.ZipFile(tmp_path / "o.zip", "w") as packed:
         member = zipfile.ZipInfo("x")
