@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -49,48 +49,33 @@ class Batch(NamedTuple):
 
 
 class ByteCache:
-    """A thread-safe dictionary with a limit in bytes.
+    """Pixels under keys that start with their kind, up to a limit in bytes; for many threads.
 
-    A value is kept if it fits, and is never dropped for another: every epoch reads images in a new
-    order, in which the oldest is as useful as any. Caches made by `beside` share one limit.
+    Pixels are kept if they fit, and never dropped for others: every epoch reads images in a new
+    order, in which the oldest is as useful as any.
     """
 
     def __init__(self, max_bytes: int):
-        self.bytes = 0
-        self._values: dict = {}
-        self._room, self._lock = [max_bytes], threading.Lock()
+        self.room = max_bytes
+        self._pixels: dict[tuple, np.ndarray] = {}
+        self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._values)
+    def get(self, key: tuple) -> np.ndarray | None:
+        """Returns the pixels under a key, or None."""
+        return self._pixels.get(key)
 
-    def beside(self) -> ByteCache:
-        """Returns an empty cache that shares this one's limit."""
-        other = ByteCache(0)
-        other._room, other._lock = self._room, self._lock
-        return other
-
-    def get(self, key: Hashable) -> Any:
-        """Returns the value under `key`, or None."""
-        return self._values.get(key)
-
-    def has_room(self, size: int) -> bool:
-        """Returns True if a value of `size` bytes fits."""
-        return size <= self._room[0]
-
-    def put(self, key: Hashable, value: Any, size: int) -> None:
-        """Keeps `value` of `size` bytes if it fits and `key` is new."""
+    def put(self, key: tuple, pixels: np.ndarray) -> None:
+        """Keeps pixels if they fit and their key is new."""
         with self._lock:
-            if key not in self._values and self.has_room(size):
-                self._values[key] = value
-                self.bytes += size
-                self._room[0] -= size
+            if key not in self._pixels and pixels.nbytes <= self.room:
+                self._pixels[key] = pixels
+                self.room -= pixels.nbytes
 
-    def clear(self) -> None:
-        """Drops all values, which makes room for others."""
+    def forget(self, kind: str) -> None:
+        """Drops all pixels of a kind, which makes room for others."""
         with self._lock:
-            self._values.clear()
-            self._room[0] += self.bytes
-            self.bytes = 0
+            for key in [key for key in self._pixels if key[0] == kind]:
+                self.room += self._pixels.pop(key).nbytes
 
 
 # Maps a row of the indices to its transformed image.
@@ -174,14 +159,14 @@ class _Batches:
 
     def _image(self, index: int) -> Image.Image:
         """Returns a decoded image, from the cache if it is there."""
-        key = (self.dataset.name, self.dataset.split, index)
-        pixels = None if self.decoded is None else self.decoded.get(key)
-        if pixels is not None:
+        if self.decoded is None:
+            return self.dataset.image(index)
+        key = ("decoded", self.dataset.name, self.dataset.split, index)
+        if (pixels := self.decoded.get(key)) is not None:
             return Image.fromarray(pixels)
         image = self.dataset.image(index)
-        size = 3 * image.width * image.height
-        if self.decoded is not None and self.decoded.has_room(size):
-            self.decoded.put(key, np.asarray(image), size)
+        if 3 * image.width * image.height <= self.decoded.room:
+            self.decoded.put(key, np.asarray(image))
         return image
 
 
@@ -237,12 +222,12 @@ class EvaluationBatches(_Batches):
 
     def _transform(self, row: int) -> UInt8[np.ndarray, "s s 3"]:
         index = int(self.indices[row])
-        key = (self.dataset.name, self.dataset.split, self.image_size, index)
-        pixels = None if self.cache is None else self.cache.get(key)
+        key = ("transformed", self.dataset.name, self.dataset.split, self.image_size, index)
+        pixels = self.cache.get(key) if self.cache else None
         if pixels is None:
             pixels = images.evaluation_transform(self._image(index), self.image_size)
-            if self.cache is not None:
-                self.cache.put(key, pixels, pixels.nbytes)
+            if self.cache:
+                self.cache.put(key, pixels)
         return pixels
 
 

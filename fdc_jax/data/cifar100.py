@@ -45,12 +45,7 @@ def download(cache: Path, quiet: bool) -> Path:
 def open_cifar100(
     cache: Path, path: Path | None = None, quiet: bool = True
 ) -> tuple[Dataset, Dataset]:
-    """Returns the training and the test images of the archive, unpacked once into `cache`.
-
-    Args:
-        cache: folder of downloads and unpacked archives.
-        path: the archive; None downloads it.
-        quiet: whether to hide the progress of the download.
+    """Returns the training and the test images of the archive at a path; None downloads it.
 
     Raises:
         InputError: the download fails, or the archive is not the published one.

@@ -52,30 +52,20 @@ class ImageFile(NamedTuple):
 
 def open_folder(
     root: Path,
-    name: str,
-    cache: Path,
+    name: str,  # of the data set
+    cache: Path,  # folder that keeps the hashes
     *,
-    partition: str = "given",
-    test_share: float = 0.0,
-    allow_overlap: bool = False,
-    upright: bool = True,
-    workers: int = 0,
-    quiet: bool = True,
+    partition: str = "given",  # name of the division of a divided folder, for results
+    test_share: float = 0.0,  # of each class, if the folder is not divided; 0 allows no such folder
+    allow_overlap: bool = False,  # whether images of train may be in test, too
+    upright: bool = True,  # see `images.decode`
+    workers: int = 0,  # number of decoding threads; 0: one per core
+    quiet: bool = True,  # whether to hide progress
 ) -> tuple[Dataset, Dataset]:
     """Returns the training and the test images of a folder.
 
-    Args:
-        root: holds `train/CLASS/IMAGE` and `test/CLASS/IMAGE` (or `val`), or `CLASS/IMAGE`, itself
-            or up to two levels below it.
-        name: of the data set.
-        cache: folder that keeps the hashes.
-        partition: name of the division of a divided folder, for results.
-        test_share: share of each class for testing, if the folder is not divided; 0 allows no
-            such folder.
-        allow_overlap: whether images of train may be in test, too.
-        upright: whether to turn images as their EXIF data say.
-        workers: number of decoding threads; 0: one per core.
-        quiet: whether to hide progress.
+    The folder, or one up to two levels below it, holds `train/CLASS/IMAGE` and `test/CLASS/IMAGE`
+    (or `val`), or `CLASS/IMAGE`.
 
     Raises:
         InputError: folders, classes or images are not as expected; names all of a kind.
@@ -182,7 +172,7 @@ def _search(root: Path, skipped: Skipped) -> tuple[dict[Path, _Parts], set[_Part
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Returns the images at and below a folder, by name; a warning counts what is skipped.
+    """Returns the images at and below a folder, by name, and warns of skipped files.
 
     Raises:
         InputError: the folder has no image.

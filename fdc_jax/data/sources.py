@@ -31,12 +31,7 @@ def name_of(benchmark: str, source: str) -> str:
 
 
 def place(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns the fields of a configuration for a folder or an archive that the user names.
-
-    Args:
-        name: of the data set.
-        path: images, or the folder of TFDS in which it has prepared the data set.
-    """
+    """Returns the fields of a configuration for images, or for a folder of TFDS, of the user's."""
     folder = Path(path).expanduser()
     if (folder / name).is_dir():
         from fdc_jax.data import tfds_format  # The import takes seconds.
@@ -47,29 +42,19 @@ def place(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def open_splits(
-    name: str,
-    cache: Path,
+    name: str,  # of a benchmark, or any other
+    cache: Path,  # folder of downloads, unpacked archives and hashes of images
     *,
-    source: str = "",
-    data_dir: str = "",
-    test_share: float = 0.0,
-    allow_overlap: bool = False,
+    source: str = "",  # folder or archive; if empty, a source of the name
+    data_dir: str = "",  # of TFDS; if empty, `$TFDS_DATA_DIR` or `~/tensorflow_datasets`
+    test_share: float = 0.0,  # as in `folder.open_folder`, like the next two
+    allow_overlap: bool = False,  # benchmarks always may
     workers: int = 0,
     quiet: bool = True,
 ) -> tuple[Dataset, Dataset]:
-    """Returns the training and the test images of a data set.
+    """Returns the training and the test images of a folder or an archive, or of a name.
 
-    Args:
-        name: of a benchmark, or any other.
-        cache: folder of downloads, unpacked archives and hashes of images.
-        source: folder or archive, see `folder.open_folder`; if empty, the digits, data prepared by
-            TFDS, or CIFAR-100, which is downloaded.
-        data_dir: folder of data prepared by TFDS; if empty, `$TFDS_DATA_DIR` or
-            `~/tensorflow_datasets`.
-        test_share: share of each class for testing, if a folder is not divided.
-        allow_overlap: whether images of train may be in test; those of benchmarks always may.
-        workers: number of decoding threads; 0: one per core.
-        quiet: whether to hide progress.
+    Names are the digits, data prepared by TFDS, and CIFAR-100, which is downloaded.
 
     Raises:
         InputError: the data do not exist, or are damaged.

@@ -42,16 +42,13 @@ def find(name: str, data_dir: Path) -> Path | None:
 
 
 def open_prepared(
-    folder: Path, name: str, cache: Path, partition: str, upright: bool
+    folder: Path,  # of a version, see `find`
+    name: str,
+    cache: Path,  # folder that keeps labels, identifiers and hashes of all records
+    partition: str,
+    upright: bool,
 ) -> tuple[Dataset, Dataset]:
-    """Returns the training and the test images of prepared data.
-
-    Args:
-        folder: of a version, see `find`.
-        name: of the data set.
-        cache: folder that keeps labels, identifiers and hashes of all records.
-        partition: name of the division, for results.
-        upright: whether to turn images as their EXIF data say.
+    """Returns the training and the test images of prepared data, as `folder.open_folder` does.
 
     Raises:
         InputError: the data are damaged, or are not images with classes.

@@ -29,7 +29,7 @@ class RunImages:
     def __init__(self, setup: Setup, seed: int, poll: Callable[[], None]):
         self._setup, self._seed, self._poll = setup, seed, poll
         # Training images of the current task, in the memory that test images leave.
-        self._decoded = setup.test_images.beside()
+        self._decoded = setup.test_images
 
     def batches(self, task: int, epochs: int = 1, start_step: int = 0) -> TrainBatches:
         """Returns the augmented batches of a task from a step on, before they are placed."""
@@ -76,7 +76,7 @@ class RunImages:
         adapted, *new = self._extract(encoders, self._plain(task))
         for pretrained in new:
             cache.keep(name, indices, pretrained)
-        self._decoded.clear()
+        self._decoded.forget("decoded")
         return adapted, pretrained
 
     def test_features(self, count: int, encoder: Any) -> Views:

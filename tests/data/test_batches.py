@@ -143,9 +143,10 @@ def test_decoded_images_give_the_same_pixels(photo_source, limit):
     arguments = (np.arange(11), None, 4, 3, 0)
     kept = collect(TrainBatches(source, *arguments, decoded=decoded, **options))
     assert_same(kept, collect(TrainBatches(photo_source, *arguments, **options)))
-    assert decoded.bytes <= limit
+    assert 0 <= decoded.room <= limit
     # What is kept is read once, the rest in each of three epochs.
-    count = len(decoded)
+    keys = [("decoded", source.name, source.split, index) for index in range(11)]
+    count = sum(decoded.get(key) is not None for key in keys)
     assert sum(reads.values()) == 33 - 2 * count
     assert count == {0: 0, 1 << 20: 11}.get(limit, count) and (limit == 0 or count >= 3)
     # The evaluation transform takes the same decoded images.
@@ -156,18 +157,13 @@ def test_decoded_images_give_the_same_pixels(photo_source, limit):
     assert sum(reads.values()) == 11 - count
 
 
-def test_caches_beside_each_other_share_a_limit():
-    first = ByteCache(10)
-    second = first.beside()
-    first.put("a", 1, 6)
-    second.put("a", 2, 5)
-    assert (first.get("a"), second.get("a")) == (1, None)
-    second.put("b", 3, 4)
-    assert second.get("b") == 3 and not first.has_room(1)
-    first.clear()
-    assert len(first) == first.bytes == 0 and second.bytes == 4
-    second.put("c", 4, 6)
-    assert second.get("c") == 4
+def test_kinds_of_pixels_share_a_limit_and_are_forgotten_apart():
+    cache = ByteCache(10)
+    for kind, size in (("a", 6), ("b", 5), ("b", 4)):
+        cache.put((kind, 0), np.zeros(size, np.uint8))
+    assert cache.get(("a", 0)).size == 6 and cache.get(("b", 0)).size == 4 and cache.room == 0
+    cache.forget("a")
+    assert cache.get(("a", 0)) is None and cache.get(("b", 0)).size == 4 and cache.room == 6
 
 
 def test_processes_together_read_each_image_once(photo_source):
