@@ -1,7 +1,6 @@
 """Class-incremental learners, one file each; `learner.py` defines their interface.
 
-A file of this folder, or any module that Python can import, holds one learner. Its name is that of
-the file, outside the package the dotted name of the module.
+A learner has the name of its file, outside this folder the dotted name of its module.
 """
 
 import dataclasses
@@ -36,17 +35,15 @@ def _own() -> dict[str, type[Learner]]:
     """Returns the learners in files of this folder, by name."""
     files = sorted(module.name for module in pkgutil.iter_modules(__path__))
     classes = {name: _defined_in(importlib.import_module(f"{__name__}.{name}")) for name in files}
-    own = {name: learner for name, learner in classes.items() if learner is not None}
-    return dict(sorted(own.items(), key=lambda item: item[1].paper_row))
+    own = [(name, learner) for name, learner in classes.items() if learner is not None]
+    return dict(sorted(own, key=lambda item: item[1].paper_row))
 
 
 def _defined_in(module: types.ModuleType) -> type[Learner] | None:
     """Returns the last class derived from `Learner` that a module defines, or None."""
-    learner = None
-    for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, Learner) and value is not Learner:
-            learner = value if value.__module__ == module.__name__ else learner
-    return learner
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    own = [c for c in classes if issubclass(c, Learner) and c.__module__ == module.__name__]
+    return own[-1] if own and own[-1] is not Learner else None
 
 
 def find(name: str) -> type[Learner]:
@@ -80,17 +77,14 @@ def _import(name: str) -> type[Learner]:
                 f"found {name!r} ({error}){nearest(name, names())}"
             ) from error
         raise InputError(f"learner.name: {name}: {origin(error)}") from error
-    learner = _defined_in(module)
+    learner, field = _defined_in(module), f"learner.name: {name}:"
     if learner is None:
-        raise InputError(f"learner.name: module {name!r} defines no class derived from Learner")
+        raise InputError(f"{field} expected a class derived from Learner, found none")
     if section(name) in (*names(), "name", "preset"):
-        raise InputError(
-            f"learner.name: {name}: expected a name of its own, found {section(name)}; rename the "
-            "file"
-        )
+        raise InputError(f"{field} expected a file with a name of its own, found {section(name)}")
     if any(isinstance(value, dataclasses.Field) for value in vars(learner).values()):
         raise InputError(
-            f"learner.name: {name}: {learner.__name__} has options and so must be decorated with "
+            f"{field} {learner.__name__} has options and so must be decorated with "
             "@dataclasses.dataclass(frozen=True)"
         )
     return learner

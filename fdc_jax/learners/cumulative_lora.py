@@ -4,10 +4,10 @@ A task trains a new increment of the key and value kernels and a new head with t
 over its own classes (paper, Eq. intro-erm). Increments and heads of earlier tasks stay unchanged;
 all increments act together at inference. All methods are the defaults of `Learner`.
 
-Stated in the paper: Adam, no weight decay, learning rates 5e-4 (increment) and 5e-3 (head), rank
-10, 20 epochs, batch 64. Not stated, chosen here: a constant learning rate (`train.schedule`), A
-uniform in +-1/sqrt(width) and B zero, and a head initialised uniformly in +-1/sqrt(width). Both
-presets are the same.
+Stated: Adam, no weight decay, learning rates 5e-4 (increment) and 5e-3 (head), rank 10, 20 epochs,
+batch 64, for all learners of the paper. Unknown: the schedule, and the start of increments and
+heads. docs/choices.md has what this and other learners leave open, docs/learners.md their costs
+and their presets `native`; here both presets are the same.
 
 E_0 is the pretrained encoder, E_t has the first t increments merged; the head input is the class
 token after the final norm; score scales come from the trained head, which never changes.

@@ -3,9 +3,6 @@
 A Gaussian is fitted to the head-input features of each class when its task ends. An alignment draws
 features of every class seen and trains all heads on them together, without any image, which makes
 their logits comparable.
-
-Covariances, by far the largest statistic of a class, stay in the memory of the host; drawing moves
-those of one task at a time to the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
+from fdc_jax.learners import training
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from fdc_jax.model.vit import Replaced, VisionTransformer
@@ -34,17 +32,14 @@ class ClassGaussians(NamedTuple):
     """One Gaussian per class in slots [task, class of the task]; slots without a fit are zero."""
 
     means: Float[Array, "t c d"]
-    # Lower triangular, factor @ factor.T = covariance + ridge * I; on the host: 708 MB for 300
-    # classes of 768 features.
+    # Lower triangular, factor @ factor.T = covariance + ridge * I; they stay on the host.
     factors: Float[np.ndarray, "t c d d"]
 
 
 def empty(num_tasks: int, classes: int, width: int) -> ClassGaussians:
     """Returns slots for `classes` classes in each task."""
-    return ClassGaussians(
-        means=jnp.zeros((num_tasks, classes, width)),
-        factors=np.zeros((num_tasks, classes, width, width), np.float32),
-    )
+    factors = np.zeros((num_tasks, classes, width, width), np.float32)
+    return ClassGaussians(jnp.zeros((num_tasks, classes, width)), factors)
 
 
 def class_features(
@@ -60,9 +55,7 @@ def class_features(
     return np.concatenate(features), np.concatenate(labels)
 
 
-@partial(jax.jit, static_argnums=0)
-def _encode(model, backbone, images, replaced):
-    return vit.encode(model, backbone, images, replaced)
+_encode = jax.jit(vit.encode, static_argnums=0)
 
 
 def fit(
@@ -109,26 +102,17 @@ def fit_task(
     return ClassGaussians(gaussians.means.at[task].set(means), factors)
 
 
-def mean_scales(tasks: int, tasks_done: int) -> Float[np.ndarray, " t"]:
-    """Returns the factor on the means of each task's classes: 0.9 + 0.1 j / t for task j of t."""
-    age = (np.arange(tasks) + 1) / tasks_done
-    return (OLDEST_MEAN_SCALE + (1.0 - OLDEST_MEAN_SCALE) * age).astype(np.float32)
-
-
 def draw(
-    key: Array,
-    gaussians: ClassGaussians,
-    scales: Float[Array, " t"] | Float[np.ndarray, " t"],
-    samples: int,
-    tasks_done: int,
+    key: Array, gaussians: ClassGaussians, samples: int, tasks_done: int
 ) -> Float[Array, "t c s d"]:
     """Returns `samples` features of each class, zero for later tasks.
 
-    `scales` are factors on the means of each task. The device holds these features and the factors
-    of one task at a time.
+    The means of task j of t are multiplied by 0.9 + 0.1 j / t. The device holds these features and
+    the factors of one task at a time.
     """
     tasks, classes, width = gaussians.means.shape
-    scales = np.asarray(scales, np.float32)
+    age = (np.arange(tasks) + 1) / tasks_done
+    scales = (OLDEST_MEAN_SCALE + (1.0 - OLDEST_MEAN_SCALE) * age).astype(np.float32)
     features = jnp.zeros((tasks, classes, samples, width))
     for task in range(tasks_done):
         factors = np.asarray(gaussians.factors[task])
@@ -146,29 +130,34 @@ def _draw_task(key, features, task, means, scales, factors) -> Float[Array, "t c
     return features.at[task].set(spread + scales[task] * means[task][:, None])
 
 
+def cosine_rates(epochs: int, first: float) -> Float[np.ndarray, " e"]:
+    """Returns the learning rate of every epoch along half a cosine wave from `first`."""
+    factors = [training.cosine(epoch, epochs) for epoch in range(epochs)]
+    return np.array(factors, np.float32) * np.float32(first)
+
+
 def retraining(
     loss: Callable[..., Float[Array, ""]],
     transformation: optax.GradientTransformation,
-    samples: int = SAMPLES,
-    batch_size: int = BATCH_SIZE,
+    rates: Float[np.ndarray, " e"],
 ) -> Callable[..., Any]:
     """Returns a function, compiled once for all tasks, that trains all heads on drawn features.
 
-    Every epoch draws `samples` features of each class seen, shuffles them and takes them in
-    batches; the last batch may be smaller.
+    Every epoch draws `SAMPLES` features of each class seen, shuffles them and takes them in
+    batches of `BATCH_SIZE`; the last batch may be smaller.
 
     Args:
         loss: `(heads, features, labels, weights, seen) -> loss`; labels are positions in the
             flattened slots [t * c], rows of weight 0 are padding.
         transformation: from gradients to directions.
-        samples: number of features per class and epoch.
-        batch_size: number of features per step.
+        rates: learning rate of every epoch.
 
     Returns:
-        `retrain(heads, gaussians, seen, rates, key) -> heads`, where the leaves of `heads` lead
-        with [t], `seen` [t, c] is True for the classes to draw, and `rates` [epochs] are learning
-        rates. It raises TrainingError if a head is not finite afterwards.
+        `retrain(heads, gaussians, seen, key) -> heads`, where the leaves of `heads` lead with [t],
+        and `seen` [t, c] is True for the classes to draw. It raises TrainingError if a head is not
+        finite afterwards.
     """
+    samples, batch_size = SAMPLES, BATCH_SIZE
 
     @jax.jit
     def train_epoch(heads, optimizer_state, drawn, seen, rate, key_of_order):
@@ -200,49 +189,36 @@ def retraining(
         return jax.lax.fori_loop(0, steps, step, (heads, optimizer_state))
 
     def retrain(
-        heads: Any,
-        gaussians: ClassGaussians,
-        seen: Bool[Array, "t c"] | Bool[np.ndarray, "t c"],
-        rates: Float[Array, " e"] | Float[np.ndarray, " e"],
-        key: Array,
+        heads: Any, gaussians: ClassGaussians, seen: Bool[np.ndarray, "t c"], key: Array
     ) -> Any:
-        seen, rates = np.asarray(seen), np.asarray(rates, np.float32)
         tasks_done = int(seen.any(axis=1).sum())
-        scales = mean_scales(len(seen), tasks_done)
         # With another sharding of the optimiser's state the second epoch would compile again.
         heads = jax.tree.map(jnp.asarray, heads)
         sharding = jax.tree.leaves(heads)[0].sharding
         heads, optimizer_state = jax.device_put((heads, transformation.init(heads)), sharding)
         for rate, key_of_epoch in zip(rates, jax.random.split(key, len(rates)), strict=True):
             key_of_features, key_of_order = jax.random.split(key_of_epoch)
+            drawn = draw(key_of_features, gaussians, samples, tasks_done)
             heads, optimizer_state = train_epoch(
-                heads,
-                optimizer_state,
-                draw(key_of_features, gaussians, scales, samples, tasks_done),
-                seen,
-                rate,
-                key_of_order,
+                heads, optimizer_state, drawn, seen, rate, key_of_order
             )
         if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(heads)):
             raise TrainingError(
-                f"classifier alignment after task {tasks_done}: expected finite heads, but it "
-                "diverged"
+                f"classifier alignment after task {tasks_done}: expected finite heads, found others"
             )
         return heads
 
     return retrain
 
 
-def linear_retraining(
-    transformation: optax.GradientTransformation, temperature: float
-) -> Callable[..., Any]:
-    """Returns the `retraining` of linear heads with `cross_entropy_over_all` at a temperature."""
+def linear_loss(temperature: float) -> Callable[..., Float[Array, ""]]:
+    """Returns the loss of linear heads for `retraining`; see `cross_entropy_over_all`."""
 
     def loss(heads, features, labels, weights, seen):
         logits = jax.vmap(lambda head: head.logits(features), out_axes=1)(heads)
         return cross_entropy_over_all(logits, labels, weights, seen, temperature)
 
-    return retraining(loss, transformation)
+    return loss
 
 
 def cross_entropy_over_all(

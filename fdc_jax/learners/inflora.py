@@ -11,16 +11,12 @@ Authors' code: A A^T = I / 3; moments over all tokens of augmented images, newly
 (here those of the first epoch), not centred; energies are squared eigenvalues of the second moment;
 the first task keeps the directions that stay below the threshold, later tasks those that reach it;
 the threshold goes from lamb towards lame in proportion to the tasks done; uniform head
-initialisation with bias; the quarter cosine. FDC paper: Adam without decay, 5e-4 (B) and 5e-3
-(head), and the method's own schedule. Inferred: the schedule acts on both rates; the memory is
-projected out of A once more, so that rows beyond the rank of the inputs vanish instead of pointing
-into it. Unknown: lamb and lame under the paper's protocol; 0.95 (CIFAR-100) and 0.98 (ImageNet-R)
-are the authors', 0.98 is a port's on ImageNet-A and a guess elsewhere. The native preset has one
-rate of 5e-4.
+initialisation with bias; the quarter cosine. FDC paper: the method's own schedule. Inferred: its
+reach, the thresholds, and that the memory is projected out of A once more, so that rows beyond the
+rank of the inputs vanish instead of pointing into it.
 
 E_t, head input and score scales are Cumulative-LoRA's. Decompositions run in float64 on the host,
-so that close directions do not depend on rounding. The memory is a matrix per block (28 MB for
-ViT-B/16).
+so that close directions do not depend on rounding.
 """
 
 import dataclasses
@@ -29,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Float, Float64, Int
 
 from fdc_jax.errors import InputError
@@ -74,20 +71,16 @@ class InfLoRA(Learner):
 
     def initial_state(self) -> State:
         """Returns empty slots for all tasks and an empty memory."""
-        width, depth = self.setup.variant.width, self.setup.variant.depth
-        return State(
-            *super().initial_state(),
-            memory=jnp.zeros((depth, width, width)),
-            memory_size=jnp.zeros(depth, jnp.int32),
-        )
+        depth, width = self.setup.variant.depth, self.setup.variant.width
+        memory, sizes = jnp.zeros((depth, width, width)), jnp.zeros(depth, jnp.int32)
+        return State(*super().initial_state(), memory=memory, memory_size=sizes)
 
     def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
         """Returns the state with the task's A, designed from its images by E_{t-1}."""
-        kernels, augmented = self.encoder(backbone, state, task), images.augmented()
-        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        moments = self._moments(backbone, state, task, images)
         designed = [
             design(moment, basis, self.setup.rank)
-            for moment, basis in zip(np.asarray(moments, np.float64), _bases(state), strict=True)
+            for moment, basis in zip(moments, _bases(state), strict=True)
         ]
         stack = training.with_directions(state.increments, task, np.stack(designed))
         return state._replace(increments=stack)
@@ -101,26 +94,30 @@ class InfLoRA(Learner):
     def update(self) -> training.Update:
         """Returns Adam along the quarter cosine, with the paper's rates or the native one."""
         rates = training.paper_rates(self.setup)
-        if self.native:
+        if self.setup.native:
             rates = dict.fromkeys(rates, NATIVE_LEARNING_RATE)
-        return self.gradient_update(rates, schedule=training.quarter_cosine)
+        return self.gradient_update(rates, optax.scale_by_adam(), training.quarter_cosine)
 
     def after_task(
         self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
     ) -> State:
         """Returns the state with B and head stored and the memory grown by the task's inputs."""
         state = super().after_task(backbone, state, task, frozen, trained, images)
-        kernels, augmented = self.encoder(backbone, state, task + 1), images.augmented()
-        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        moments = self._moments(backbone, state, task + 1, images)
         share = self.lamb + (self.lame - self.lamb) * task / self.setup.num_tasks
         memory = np.zeros(state.memory.shape, np.float32)
         sizes = np.zeros(state.memory_size.shape, np.int32)
-        for block, basis in enumerate(_bases(state)):
-            moment = np.asarray(moments[block], np.float64)
+        for block, (moment, basis) in enumerate(zip(moments, _bases(state), strict=True)):
             grown = grown_memory(moment, basis, share) if task else first_memory(moment, share)
             sizes[block] = grown.shape[1]
             memory[block, :, : grown.shape[1]] = grown
         return state._replace(memory=jnp.asarray(memory), memory_size=jnp.asarray(sizes))
+
+    def _moments(self, backbone, state, num_tasks, images) -> Float64[np.ndarray, "l d d"]:
+        """Returns the second moments of a task's attention inputs by E_t, t = `num_tasks`."""
+        kernels, augmented = self.encoder(backbone, state, num_tasks), images.augmented()
+        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        return np.asarray(moments, np.float64)
 
 
 def design(

@@ -1,22 +1,13 @@
 """The interface of learners: options, and five groups of methods, by default Cumulative-LoRA's.
 
 A learner is a class derived from `Learner` in a file of its own, a frozen dataclass whose fields
-are its options:
-
-    @dataclasses.dataclass(frozen=True)
-    class LinearProbe(Learner):
-        title = "Linear probe"
-        temperature: float = option(1.0, "(0, inf)", "of the logits in training")
-
-Option X of a learner in file N is `config.learner.N.X`, on the command line
-`--config.learner.N.X=VALUE`, in the learner `self.X`. Flags, checks and the report's labels follow
-from the field.
+are its options. Option X of a learner in file N is `config.learner.N.X`, in the learner `self.X`.
 
 `state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so that
 one compilation serves all tasks. A checkpoint holds the state; `frozen` must follow from the state,
 the task and the key, which follows from seed and task; `backbone` is the pretrained parameter tree
-and never changes. Leaves of the state that are NumPy arrays stay on the host, the place for large
-arrays that no training step reads; all others are on the devices.
+and never changes. Large arrays that no training step reads stay on the host if they are NumPy
+arrays; all other leaves are on the devices.
 """
 
 import dataclasses
@@ -124,11 +115,6 @@ class Learner:
         fields = dataclasses.fields(cls)
         return {field.name: field.metadata["option"] for field in fields if field.name != "setup"}
 
-    @property
-    def native(self) -> bool:
-        """True for the method's own settings, False for those of the paper's protocol."""
-        return self.setup.native
-
     # 1. The state between tasks.
     def initial_state(self) -> Any:
         """Returns empty slots for all tasks.
@@ -158,10 +144,8 @@ class Learner:
         given; B alone is then trained.
         """
         setup, variant = self.setup, self.setup.variant
-        frozen = {
-            "kernels": self.encoder(backbone, state, task),
-            "class_mask": setup.class_mask(task),
-        }
+        kernels = self.encoder(backbone, state, task)
+        frozen: dict[str, Any] = {"kernels": kernels, "class_mask": setup.class_mask(task)}
         if A is None:
             key_of_increment, key = jax.random.split(key)
             increment: Any = increments.initialise(key_of_increment, variant, setup.rank)
@@ -183,15 +167,14 @@ class Learner:
     def value_and_gradients(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Any:
         """Returns the loss and its gradients, from portions of the batch if the loss is a mean."""
 
-        def of_portion(portion):
-            return jax.value_and_grad(lambda leaves: self.loss(backbone, frozen, leaves, portion))(
-                trained
-            )
+        def of_images(batch):
+            loss = jax.value_and_grad(lambda leaves: self.loss(backbone, frozen, leaves, batch))
+            return loss(trained)
 
         size = self._portion_size(batch.images)
         if self.mean_over_images and size < len(batch.images):
-            return training.mean_over_portions(of_portion, batch, size)
-        return of_portion(batch)
+            return training.mean_over_portions(of_images, batch, size)
+        return of_images(batch)
 
     def _portion_size(self, images: Any) -> int:
         count, side = images.shape[:2]
@@ -225,24 +208,21 @@ class Learner:
 
     def update(self) -> Update:
         """Returns Adam with the paper's two learning rates."""
-        return self.gradient_update()
+        return self.gradient_update(training.paper_rates(self.setup), optax.scale_by_adam())
 
     def gradient_update(
         self,
-        rates: dict[str, float] | None = None,
-        transformation: optax.GradientTransformation | None = None,
+        rates: dict[str, float],
+        transformation: optax.GradientTransformation,
         schedule: Callable[[int, int], float] | None = None,
     ) -> Update:
         """Returns descent of the loss along directions by Optax.
 
         Args:
-            rates: learning rate of each top-level part of `trained`; by default the paper's.
-            transformation: from gradients to directions, before any learning rate; by default Adam
-                without weight decay.
+            rates: learning rate of each top-level part of `trained`.
+            transformation: from gradients to directions, before any learning rate.
             schedule: see `Update`.
         """
-        rates = rates or training.paper_rates(self.setup)
-        transformation = transformation or optax.scale_by_adam()
 
         def step(backbone, frozen, trained, optimizer_state, batch, rate):
             value, gradients = self.value_and_gradients(backbone, frozen, trained, batch)
@@ -284,8 +264,7 @@ def increment_in_training(frozen: Any, trained: Any) -> vit.Increment:
     """Returns the task's increment, of a frozen A and a trained B, or of trained factors."""
     if "A" not in frozen:
         return trained["increment"]
-
-    def factors(name):
-        return vit.Factors(A=frozen["A"][name], B=trained["increment"][name])
-
-    return vit.Increment(key=factors("key"), value=factors("value"))
+    increment: Any = {
+        name: {"A": A, "B": trained["increment"][name]} for name, A in frozen["A"].items()
+    }
+    return increment

@@ -24,21 +24,13 @@ pass; here those of the first epoch), not centred; scales 0.25 and 0.5 on the tw
 training of the first A (their paper is said to freeze it) and the double count of moments; the
 ratio of energies in its Cholesky form, which maximises the trace of a ratio, where the paper has a
 ratio of traces; the shrunk rows, where the paper is said to recalibrate by a matrix; no classifier
-alignment, as in the FDC paper; head rows drawn with standard deviation 0.02. Their key and value
-form is known from a compiled file only; the available code adapts the fused query, key and value.
-Inferred: `train.rank` is the rank of each branch; the scales, which that compiled file does not
-halve (0.5 and 1). FDC paper: Adam without decay at 5e-4 and 5e-3. Unknown: its schedule
-(`train.schedule`), margins and look-aheads. Preset `native` is SGD with momentum 0.9, weight decay
-and one rate for all leaves (1e-2 if they have none) along half a cosine wave.
+alignment, as in the FDC paper; head rows with deviation 0.02. Their key and value form is known
+from a compiled file only, which does not halve the scales (0.5 and 1); the available code adapts
+the fused query, key and value. Unknown: the FDC paper's schedule, ranks, margins and look-aheads.
 
 E_t has the shrunk increments of the first t tasks merged. Logits are the class token's cosines to
-the rows of the head, without scale; sigma_t comes from head t after its training. The state has one
-moment per block (28 MB for ViT-B/16) and every increment with the rank of both branches (59 MB for
-20 tasks of rank 10); nothing grows with tasks. A batch costs four passes forward and backward, two
-over each group, without second derivatives: about 2.3 plain steps on one device, four on several.
-There are three further passes over the images without gradients: one before the task, two after.
-Decompositions run in float64 on the host; a moment that is not positive definite gets multiples of
-the identity, from 1e-12 on.
+the rows of the head, without scale; sigma_t comes from head t after its training. Decompositions
+run in float64 on the host; a moment that is not positive definite gets multiples of the identity.
 """
 
 import dataclasses
@@ -52,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.linalg
-from jaxtyping import Array, Bool, Float, Float64, Int
+from jaxtyping import Array, Bool, Float, Float64
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import CosineHead, Head
@@ -61,7 +53,6 @@ from fdc_jax.learners.learner import Learner, TaskImages, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
-NATIVE_MOMENTUM = 0.9
 NATIVE_RATE = 1e-2
 NATIVE_RATE_OF = {"cifar100": 5e-3, "imagenet_a": 1e-2, "imagenet_r": 2e-2, "cub200": 5e-3}
 NATIVE_WEIGHT_DECAY, NATIVE_WEIGHT_DECAY_OF = 5e-4, {"imagenet_r": 0.0}
@@ -86,13 +77,6 @@ class State(NamedTuple):
     increments: vit.Increment
     heads: Float[Array, "tasks c d"]  # rows of the cosine heads
     moments: Float[Array, "l d d"]  # sum over earlier tasks, two moments per task
-
-
-class Progress(NamedTuple):
-    """The state of the update; random numbers follow from the number of batches."""
-
-    batches: Int[Array, ""]
-    optimizer: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,17 +130,11 @@ class LoDA(Learner):
         """
         key_of_head, key_of_alignment = jax.random.split(key)
         setup, rank = self.setup, self.setup.rank
-        slot = increments.select(state.increments, task)
-        trained = {
-            "increment": {
-                "general": {
-                    name: vit.Factors(A=slot[name]["A"][..., :rank], B=slot[name]["B"][:, :rank])
-                    for name in ("key", "value")
-                },
-                "isolated": {name: slot[name]["B"][:, rank:] for name in ("key", "value")},
-            },
-            "head": training.new_cosine_rows(key_of_head, setup.head_rows, setup.variant.width),
-        }
+        slot: Any = increments.select(state.increments, task)
+        general = {n: {"A": f["A"][..., :rank], "B": f["B"][:, :rank]} for n, f in slot.items()}
+        isolated = {name: factors["B"][:, rank:] for name, factors in slot.items()}
+        head = training.new_cosine_rows(key_of_head, setup.head_rows, setup.variant.width)
+        trained = {"increment": {"general": general, "isolated": isolated}, "head": head}
         trains = jax.tree.map(lambda leaf: jnp.ones(()), trained)
         for factors in trains["increment"]["general"].values():
             factors["A"] = jnp.asarray(task == 0, jnp.float32)
@@ -178,10 +156,8 @@ class LoDA(Learner):
             if shrinking is not None:
                 B = shrinking[name][:, :, None] * B
             isolated = ISOLATED_SCALE * trained["increment"]["isolated"][name]
-            return vit.Factors(
-                A=jnp.concatenate([general["A"], frozen["isolated"]], axis=2),
-                B=jnp.concatenate([B, isolated], axis=1),
-            )
+            A = jnp.concatenate([general["A"], frozen["isolated"]], axis=2)
+            return vit.Factors(A=A, B=jnp.concatenate([B, isolated], axis=1))
 
         return vit.Increment(key=factors("key"), value=factors("value"))
 
@@ -195,13 +171,12 @@ class LoDA(Learner):
     def update(self) -> training.Update:
         """Returns Adam with the paper's rates, or SGD with the authors'; in half-steps."""
         benchmark = self.setup.benchmark
-        if not self.native:
+        if not self.setup.native:
             return self.half_steps(training.paper_rates(self.setup), optax.scale_by_adam())
         rate = NATIVE_RATE_OF.get(benchmark, NATIVE_RATE)
         decay = NATIVE_WEIGHT_DECAY_OF.get(benchmark, NATIVE_WEIGHT_DECAY)
-        sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(NATIVE_MOMENTUM))
-        schedule = partial(training.learning_rate_factor, "cosine")
-        return self.half_steps({"increment": rate, "head": rate}, sgd, schedule)
+        rates = {"increment": rate, "head": rate}
+        return self.half_steps(rates, training.sgd(decay), training.cosine)
 
     def half_steps(
         self,
@@ -210,9 +185,6 @@ class LoDA(Learner):
         schedule: Callable[[int, int], float] | None = None,
     ) -> training.Update:
         """Returns an update in half-steps; the arguments are those of `gradient_update`."""
-
-        def initialise(trained) -> Progress:
-            return Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
 
         def step(backbone, frozen, trained, progress, batch, rate):
             def loss_and_gradients(leaves, part):
@@ -241,9 +213,7 @@ class LoDA(Learner):
                 return carry, descends * value * weights.sum()
 
             key = jax.random.wrap_key_data(frozen["alignment"])
-            key_of_length, key_of_groups = jax.random.split(
-                jax.random.fold_in(key, progress.batches)
-            )
+            key_of_length, key_of_groups = jax.random.split(jax.random.fold_in(key, progress.steps))
             present = jnp.zeros(len(frozen["class_mask"])).at[batch.labels].max(batch.weights) > 0
             several = present.sum() > 1
             length = several * self.look_ahead * jax.random.uniform(key_of_length)
@@ -257,9 +227,10 @@ class LoDA(Learner):
                 (jnp.stack([*groups, *groups[::-1]]), jnp.stack([False, True, False, several])),
             )
             value = totals.sum() / batch.weights.sum()
-            return trained, Progress(progress.batches + 1, optimizer), value
+            return trained, training.Progress(progress.steps + 1, optimizer), value
 
-        return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
+        jitted = jax.jit(step, donate_argnums=(2, 3))
+        return training.Update(training.counted(transformation), jitted, schedule)
 
     def after_task(
         self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
@@ -273,7 +244,7 @@ class LoDA(Learner):
 
         new = moments_under(self._increment(frozen, trained))
         shrinking = {
-            name: shrinkage(factors["A"], state.moments, new, GAMMA)
+            name: shrinkage(factors["A"], state.moments, new)
             for name, factors in trained["increment"]["general"].items()
         }
         shrunken = self._increment(frozen, trained, shrinking)
@@ -358,7 +329,7 @@ def first_group(key: Array, present: Bool[Array, " c"]) -> Bool[Array, " c"]:
 
 @jax.jit
 def shrinkage(
-    A: Float[Array, "l d r"], old: Float[Array, "l d d"], new: Float[Array, "l d d"], gamma: float
+    A: Float[Array, "l d r"], old: Float[Array, "l d d"], new: Float[Array, "l d d"]
 ) -> Float[Array, "l r"]:
     """Returns the factor s in [0, 1] on each direction that minimises old s^2 + gamma new (1-s)^2.
 
@@ -366,8 +337,8 @@ def shrinkage(
     """
 
     def energy(moments):
-        along = jnp.einsum("ldr,lde,ler->lr", A, moments, A, precision=jax.lax.Precision.HIGHEST)
+        along = jnp.einsum("ldr,lde,ler->lr", A, moments, A, precision="highest")
         return jnp.maximum(along, 0.0)
 
-    kept, gained = energy(old), gamma * energy(new)
+    kept, gained = energy(old), GAMMA * energy(new)
     return 1.0 - kept / (kept + gained + ENERGY_FLOOR)

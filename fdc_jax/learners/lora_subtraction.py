@@ -16,19 +16,15 @@ here those of the first epoch), not centred, energies not squared; B starts with
 standard deviation 0.01 for each rank (zero in a port by others), so that the encoder moves a little
 when a task begins; Adam's epsilon is added before the bias correction of the second moment; class
 means over images in evaluation preprocessing, by the encoder of the class's own task, never
-updated.
-
-Preset `native` follows InfLoRA's quarter cosine, with the authors' head rates of 2e-3 on CIFAR-100,
-5e-4 on ImageNet-R and 1e-3 on CUB-200 (1e-3 elsewhere is a guess), and their rate of 5e-4 for the
-increment if `train` has that. Inferred: a constant rate in the FDC paper's runs. Unknown: their
-triplet settings, and whether they keep the normalised projector. Their raw accuracy of 34.6 percent
-on CIFAR-100 is far below the 88 percent that the authors and a port report; no cause is known.
-`train.schedule=quarter_cosine`, `triplet_weight`, `margin` and the two rates are the candidates.
+updated. Unknown: schedule and triplet settings of the FDC paper, and whether it keeps the
+normalised projector. Its raw accuracy of 34.6 percent on CIFAR-100 is far below the 88 percent that
+the authors and a port report; no cause is known. `train.schedule=quarter_cosine`, `triplet_weight`,
+`margin` and the two rates are the candidates.
 
 E_t is Cumulative-LoRA's. The nearest-mean head normalises the class token: its logits are minus the
 squared distances between unit features and unit means. sigma_t comes from the means after task t,
-which never change. The state has a projector per block (28 MB for ViT-B/16), so that an interrupted
-task resumes without its first pass.
+which never change. The state has the projectors, so that an interrupted task resumes without its
+first pass.
 """
 
 import dataclasses
@@ -100,12 +96,12 @@ class LoRASubtraction(Learner):
 
     def initial_state(self) -> State:
         """Returns empty slots for all tasks, and projectors that are the identity."""
-        variant, tasks = self.setup.variant, self.setup.num_tasks
+        variant, (stack, heads) = self.setup.variant, super().initial_state()
         return State(
-            increments=increments.empty_stack(variant, self.setup.rank, tasks),
-            means=jnp.zeros((tasks, self.setup.head_rows, variant.width)),
+            increments=stack,
+            means=heads.weight,
             projector=jnp.tile(jnp.eye(variant.width), (variant.depth, 1, 1)),
-            space_sizes=jnp.full((tasks, variant.depth), variant.width, jnp.int32),
+            space_sizes=jnp.full((self.setup.num_tasks, variant.depth), variant.width, jnp.int32),
         )
 
     def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
@@ -137,7 +133,7 @@ class LoRASubtraction(Learner):
             "class_mask": setup.class_mask(task),
             "projector": state.projector,
             "means": unit(state.means).reshape(-1, variant.width),
-            "mean_mask": jnp.asarray(setup.classes_of_first(task)).reshape(-1),
+            "mean_mask": jnp.asarray(setup.classes_of_first(task)).ravel(),
         }
         increment = increments.initialise(key_of_increment, variant, setup.rank)
         keys = jax.random.split(key_of_entries)
@@ -157,8 +153,8 @@ class LoRASubtraction(Learner):
 
     def update(self) -> training.Update:
         """Returns Adam with projected steps of the increment."""
-        rates = training.paper_rates(self.setup)
-        if self.native:
+        rates, native, span = training.paper_rates(self.setup), self.setup.native, self.setup.epochs
+        if native:
             rates["head"] = NATIVE_HEAD_RATE_OF.get(self.setup.benchmark, NATIVE_HEAD_RATE)
 
         def initialise(trained) -> Moments:
@@ -173,13 +169,11 @@ class LoRASubtraction(Learner):
 
         # The authors' wave spans a later task's epochs in the first task, too. Its further epochs
         # keep the last rate here; the authors' rate would become negative.
-        span = self.setup.epochs
-
         def schedule(epoch: int, epochs: int) -> float:
             return training.quarter_cosine(min(epoch, span - 1), span)
 
         jitted = jax.jit(step, donate_argnums=(2, 3))
-        return training.Update(initialise, jitted, schedule if self.native else None)
+        return training.Update(initialise, jitted, schedule if native else None)
 
     def after_task(
         self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
@@ -200,15 +194,15 @@ class LoRASubtraction(Learner):
 
 
 def drift_resistant_projector(
-    moment: Float64[np.ndarray, "d d"], energy: float = ENERGY
+    moment: Float64[np.ndarray, "d d"],
 ) -> tuple[Float64[np.ndarray, "d d"], int]:
-    """Returns the projector on the fewest directions with a share of the energy, and their number.
+    """Returns the projector on the fewest directions with `ENERGY`, and their number.
 
     The projector is divided by its Frobenius norm.
     """
     values, directions = np.linalg.eigh(moment)  # ascending
     shares = np.cumsum(np.maximum(values[::-1], 0.0))
-    size = min(int(np.sum(shares < energy * shares[-1])) + 1, len(moment))
+    size = min(int(np.sum(shares < ENERGY * shares[-1])) + 1, len(moment))
     space = directions[:, -size:]
     return space @ space.T / np.sqrt(size), size
 
@@ -251,16 +245,11 @@ def _distances(rows: Float[Array, "n d"], columns: Float[Array, "m d"]) -> Float
 
 def adam_directions(moments: Moments, gradients: Any) -> tuple[Moments, Any]:
     """Returns Adam's new state and its directions, before any learning rate."""
-    steps = moments.steps + 1
-    first = jax.tree.map(
-        lambda m, g: FIRST_DECAY * m + (1 - FIRST_DECAY) * g, moments.first, gradients
-    )
-    second = jax.tree.map(
-        lambda v, g: SECOND_DECAY * v + (1 - SECOND_DECAY) * g**2, moments.second, gradients
-    )
+    (a, b), steps = (FIRST_DECAY, SECOND_DECAY), moments.steps + 1
+    first = jax.tree.map(lambda m, g: a * m + (1 - a) * g, moments.first, gradients)
+    second = jax.tree.map(lambda v, g: b * v + (1 - b) * g**2, moments.second, gradients)
     # 1 - decay^steps; the difference itself would lose four digits at the first step.
-    first_share = -jnp.expm1(steps * math.log(FIRST_DECAY))
-    second_share = -jnp.expm1(steps * math.log(SECOND_DECAY))
+    first_share, second_share = (-jnp.expm1(steps * math.log(decay)) for decay in (a, b))
     correction = jnp.sqrt(second_share) / first_share
     directions = jax.tree.map(lambda m, v: correction * m / (jnp.sqrt(v) + EPSILON), first, second)
     return Moments(steps, first, second), directions

@@ -15,10 +15,7 @@ from fdc_jax.model.vit import Replaced, VisionTransformer, in_float32
 
 
 def attention_input_moments(
-    model: VisionTransformer,
-    backbone: Any,
-    kernels: Replaced,
-    batches: Iterable[Batch],
+    model: VisionTransformer, backbone: Any, kernels: Replaced, batches: Iterable[Batch]
 ) -> tuple[Float[Array, "l d d"], float]:
     """Returns the mean of x x^T, not centred, of every block, and the number of tokens.
 
@@ -34,9 +31,7 @@ def attention_input_moments(
         raise InputError("attention inputs: expected key and value kernels, found all parameters")
     model = in_float32(model)
     depth, width = kernels["key"].shape[0], kernels["key"].shape[-1]
-    total = jnp.zeros((depth, width, width))
-    images = jnp.zeros(())
-    tokens = 0
+    total, images, tokens = jnp.zeros((depth, width, width)), jnp.zeros(()), 0
     for batch in batches:
         total, images, tokens = _accumulate(model, backbone, kernels, batch, total, images)
     count = jnp.maximum(images * tokens, 1.0)
@@ -55,10 +50,7 @@ def _accumulate(model, backbone, kernels, batch, total, images):
         {"params": backbone}, batch.images, kernels, mutable=["intermediates"]
     )
     blocks = captured["intermediates"]["Transformer"]
-    inputs = jnp.stack(
-        [blocks[f"encoderblock_{block}"]["attention_input"][0] for block in range(len(total))]
-    ).astype(jnp.float32)
-    products = jnp.einsum(
-        "lntd,lnte,n->lde", inputs, inputs, batch.weights, precision=jax.lax.Precision.HIGHEST
-    )
+    inputs = [blocks[f"encoderblock_{block}"]["attention_input"][0] for block in range(len(total))]
+    inputs = jnp.stack(inputs).astype(jnp.float32)
+    products = jnp.einsum("lntd,lnte,n->lde", inputs, inputs, batch.weights, precision="highest")
     return total + products, images + batch.weights.sum(), inputs.shape[2]

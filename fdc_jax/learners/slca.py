@@ -7,23 +7,13 @@ increment nor a penalty. When a task ends, a Gaussian is fitted to the features 
 classes. From the second task on copies of all heads are then trained on features drawn from all
 Gaussians, which stay unchanged; the next alignment starts from the heads before any alignment.
 
-Stated: rates of 1e-4 (encoder) and 1e-2 (head).
-Authors' code: SGD with momentum 0.9, a head of normal weights with deviation 0.02 and zero bias;
-ridge 1e-4, 256 features per class and epoch in batches of 256, newly drawn in each of five epochs,
-SGD at 1e-2 with momentum 0.9 and decay 5e-4 along half a cosine wave, means of task j after t tasks
-times 0.9 + 0.1 j / t, and logits divided by 0.1 times their mean norm per task. The native preset
-adds a decay of 5e-4 to the training and takes a tenth of the rates after nine tenths of the epochs
-on CIFAR-100 (epoch 18 of 20), after eight tenths elsewhere (40 of 50).
-Inferred: the protocol, as the FDC paper does not include this method. It keeps the authors'
-optimiser and rates and ignores those of `config.train`, which suit increments and Adam; it has no
-decay, and `train.schedule`. Inferred, too: the head of the score scale, as for InfLoRA+CA. Left
-out: that code replaces the final norm of its encoder by a new one.
+Stated: rates of 1e-4 (encoder) and 1e-2 (head). Authors' code: SGD with momentum 0.9, a head of
+normal weights with deviation 0.02 and zero bias; the native alignment of InfLoRA+CA. Inferred: the
+protocol, as the FDC paper does not include this method: the authors' optimiser and rates, no decay,
+and `train.schedule`; the head of the score scale, as for InfLoRA+CA. Left out: that code replaces
+the final norm of its encoder by a new one.
 
-E_0 is the pretrained encoder; E_t is all parameters after task t, and only the newest is kept. The
-score scale of a task comes from its head after the alignment at its own end; prediction takes the
-heads after the last alignment. Beside E_0, training holds the state's encoder, the one in training,
-its momentum and its gradients, 343 MB each of ViT-B/16; a checkpoint holds the first, within a task
-the first three. The Gaussians stay on the host (708 MB for 300 classes).
+E_0 is the pretrained encoder; E_t is all parameters after task t, and only the newest is kept.
 """
 
 import dataclasses
@@ -32,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
 from fdc_jax.data.batches import Batch
@@ -42,7 +31,7 @@ from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.learners.learner import Learner, Replaced, TaskImages, option
 from fdc_jax.model import increments, vit
 
-MOMENTUM, DECAY = 0.9, 5e-4
+DECAY = 5e-4
 # Tenths of the epochs after which the native rates are a tenth.
 MILESTONES = {"cifar100": 9}
 MILESTONE = 8
@@ -107,40 +96,39 @@ class SLCA(Learner):
     def update(self) -> training.Update:
         """Returns SGD with momentum at the learner's own rates."""
         rates = {"encoder": self.encoder_rate, "head": self.head_rate}
-        if not self.native:
-            return self.gradient_update(rates, optax.trace(MOMENTUM))
+        if not self.setup.native:
+            return self.gradient_update(rates, training.sgd())
         tenths = MILESTONES.get(self.setup.benchmark, MILESTONE)
-        return self.gradient_update(
-            rates, _decayed(), lambda epoch, epochs: 0.1 if 10 * epoch >= tenths * epochs else 1.0
-        )
+
+        def schedule(epoch: int, epochs: int) -> float:
+            return 0.1 if 10 * epoch >= tenths * epochs else 1.0
+
+        return self.gradient_update(rates, training.sgd(DECAY), schedule)
 
     def after_task(
         self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
     ) -> State:
         """Returns the state with encoder and head stored, new Gaussians and aligned heads."""
-        heads = increments.store(state.heads, task, trained["head"])
+        setup, heads = self.setup, increments.store(state.heads, task, trained["head"])
+        encoder = vit.AllParameters(parameters=trained["encoder"])
         features, labels = gaussian_alignment.class_features(
-            self.setup.model,
-            backbone,
-            vit.AllParameters(parameters=trained["encoder"]),
-            images.plain(),
+            setup.model, backbone, encoder, images.plain()
         )
-        classes = self.setup.classes_per_task[task]
         gaussians = gaussian_alignment.fit_task(
-            state.gaussians, task, features, labels, classes, RIDGE
+            state.gaussians, task, features, labels, setup.classes_per_task[task], RIDGE
         )
         aligned = heads
         if task > 0:
-            rates = training.learning_rates("cosine", self.alignment_epochs, ALIGNMENT_RATE)
-            seen = self.setup.classes_of_first(task + 1)
             key = jax.random.wrap_key_data(frozen["alignment"])
-            aligned = self._alignment(heads, gaussians, seen, rates, key)
+            aligned = self._align(heads, gaussians, setup.classes_of_first(task + 1), key)
         return State(trained["encoder"], heads, aligned, gaussians)
 
     @functools.cached_property
-    def _alignment(self):
-        """The alignment, compiled once for all tasks."""
-        return gaussian_alignment.linear_retraining(_decayed(), self.logit_temperature)
+    def _align(self):
+        """The training of heads on features drawn from Gaussians, compiled once for all tasks."""
+        rates = gaussian_alignment.cosine_rates(self.alignment_epochs, ALIGNMENT_RATE)
+        loss = gaussian_alignment.linear_loss(self.logit_temperature)
+        return gaussian_alignment.retraining(loss, training.sgd(DECAY), rates)
 
     def encoder(self, backbone: Any, state: State, num_tasks: int) -> Replaced:
         """Returns all parameters of the newest encoder; the pretrained kernels for E_0.
@@ -156,8 +144,3 @@ class SLCA(Learner):
     def heads(self, state: State, num_tasks: int) -> list[Head]:
         """Returns the heads of the first `num_tasks` tasks after the last alignment."""
         return training.unpadded(self.setup, state.aligned, num_tasks)
-
-
-def _decayed() -> optax.GradientTransformation:
-    """Returns PyTorch's SGD with momentum and decay, before any learning rate."""
-    return optax.chain(optax.add_decayed_weights(DECAY), optax.trace(MOMENTUM))

@@ -9,22 +9,17 @@ combinations of minor directions, with the Frobenius norm of a random A divided 
 tasks so far; key and value draw their own. A stays frozen, in the first task too; B and the task's
 linear head are trained.
 
-Authors' code: all of the above, alpha 20 for every benchmark, energies linear in the eigenvalues,
-at least two major directions, moments over all tokens of augmented images, not centred, never
-reset; uniform head initialisation with bias. Their paper has the space of averaged gradients in
-place of these moments; the division of A by the number of tasks came with a later commit. For the
-moments that code passes ten times over newly drawn images, this file once over those of the first
-epoch; its second task's head starts from the first one's, a mistake that is not repeated here.
-FDC paper: the splitting and the key and value updates stay; Adam without decay at 5e-4 (B) and 5e-3
-(head). Unknown under its protocol: alpha (the authors'), the schedule (`train.schedule`) and the
-temperature of logits in training (1; the code has 30). The native preset is AdamW with decay 5e-5,
-rates 1e-3 and 1e-2, which fall to a tenth after 40 % and again after 70 % of the epochs, and
-temperature 30. It has neither their float16 training with scaled losses, nor AutoAugment without
-flips, inputs normalised by the checkpoint's mean and deviation, or an encoder fine-tuned on
-ImageNet-1k.
+Authors' code: all of the above, energies linear in the eigenvalues, at least two major directions,
+moments over all tokens of augmented images, not centred, never reset; uniform head initialisation
+with bias. Their paper has the space of averaged gradients in place of these moments; the division
+of A by the number of tasks came with a later commit. For the moments that code passes ten times
+over newly drawn images, this file once over those of the first epoch; its second task's head starts
+from the first one's, a mistake that is not repeated here. FDC paper: the splitting and the key and
+value updates stay. Unknown: alpha, the schedule and the temperature of logits. Left out: float16
+training with scaled losses, AutoAugment without flips, inputs normalised by the checkpoint's mean
+and deviation, an encoder fine-tuned on ImageNet-1k.
 
-E_t, head input and score scales are Cumulative-LoRA's. The state has two matrices per block (57 MB
-for ViT-B/16).
+E_t, head input and score scales are Cumulative-LoRA's.
 """
 
 import dataclasses
@@ -72,7 +67,7 @@ class SplitLoRA(Learner):
 
     def initial_state(self) -> State:
         """Returns empty slots for all tasks and moments of zero."""
-        width, depth = self.setup.variant.width, self.setup.variant.depth
+        depth, width = self.setup.variant.depth, self.setup.variant.width
         return State(
             *super().initial_state(),
             moments=jnp.zeros((depth, width, width)),
@@ -110,13 +105,13 @@ class SplitLoRA(Learner):
 
     def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:
         """Returns the cross-entropy over the task's own classes of logits / temperature."""
-        temperature = NATIVE_TEMPERATURE if self.native else 1.0
+        temperature = NATIVE_TEMPERATURE if self.setup.native else 1.0
         return super().loss(backbone, frozen, trained, batch, temperature)
 
     def update(self) -> training.Update:
         """Returns Adam, in the native preset AdamW with the method's own rates."""
-        if not self.native:
-            return self.gradient_update()
+        if not self.setup.native:
+            return super().update()
         adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(NATIVE_WEIGHT_DECAY))
         return self.gradient_update(NATIVE_LEARNING_RATES, adamw, milestones)
 

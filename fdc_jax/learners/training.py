@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Float64
+from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
@@ -18,6 +18,9 @@ from fdc_jax.machine import devices
 from fdc_jax.machine.devices import Mesh
 from fdc_jax.model import increments
 from fdc_jax.model.vit import Increment, Variant, VisionTransformer
+
+# Of SGD in the presets of all authors who use it.
+MOMENTUM = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class LearnerSetup:
     epochs: int
     increment_learning_rate: float
     head_learning_rate: float
-    schedule: str  # a name of `learning_rate_factor`
+    schedule: str  # a key of `SCHEDULES`
     mesh: Mesh = dataclasses.field(default_factory=devices.data_mesh)  # splits every batch
 
     @property
@@ -69,6 +72,18 @@ class TaskImages(NamedTuple):
     plain: Callable[[], Iterator[Batch]]
 
 
+class Progress(NamedTuple):
+    """The state of an update whose random numbers follow from the number of steps in the task."""
+
+    steps: Int[Array, ""]
+    optimizer: Any
+
+
+def counted(transformation: optax.GradientTransformation) -> Callable[[Any], Progress]:
+    """Returns the function from trained leaves to the `Progress` before the first step."""
+    return lambda trained: Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
+
+
 class Update(NamedTuple):
     """A learner's update of its trained leaves.
 
@@ -86,40 +101,42 @@ class Update(NamedTuple):
     schedule: Callable[[int, int], Any] | None = None
 
 
-def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
-    """Returns the factor on the learning rates in an epoch, counted from 0.
+def constant(epoch: int, epochs: int) -> float:
+    """Returns 1, the factor on the learning rates in every epoch."""
+    return 1.0
 
-    `constant` is 1; `cosine` falls from 1 along half a wave and would reach 0 after the last epoch;
-    `quarter_cosine` is InfLoRA's.
-    """
-    if schedule == "quarter_cosine":
-        return quarter_cosine(epoch, epochs)
-    return 1.0 if schedule == "constant" else 0.5 * (1.0 + math.cos(math.pi * epoch / epochs))
+
+def cosine(epoch: int, epochs: int) -> float:
+    """Returns half a wave from 1 in epoch 0 to 0 after the last epoch."""
+    return 0.5 * (1.0 + math.cos(math.pi * epoch / epochs))
 
 
 def quarter_cosine(epoch: int, epochs: int) -> float:
-    """Returns the factor on the learning rates in an epoch: a quarter wave, one epoch late.
+    """Returns a quarter wave, one epoch late, as InfLoRA's authors have it.
 
-    The authors' scheduler resets its counter after its construction: the first two epochs have the
-    full rate, and the wave stops one epoch before cos(0.495 pi).
+    Their scheduler resets its counter after its construction: the first two epochs have the full
+    rate, and the wave stops one epoch before cos(0.495 pi).
     """
     return math.cos(0.495 * math.pi * max(epoch - 1, 0) / max(epochs - 1, 1))
 
 
-def learning_rates(schedule: str, epochs: int, first: float) -> Float[np.ndarray, " e"]:
-    """Returns the learning rate of every epoch; `first` is that of the first epoch."""
-    factors = [learning_rate_factor(schedule, epoch, epochs) for epoch in range(epochs)]
-    return np.array(factors, np.float32) * np.float32(first)
+# Factors on the learning rates by epoch, under the names of `train.schedule`.
+SCHEDULES = {"constant": constant, "cosine": cosine, "quarter_cosine": quarter_cosine}
+
+
+def sgd(decay: float = 0.0) -> optax.GradientTransformation:
+    """Returns PyTorch's SGD with momentum and decay, before any learning rate."""
+    momentum = optax.trace(MOMENTUM)
+    return optax.chain(optax.add_decayed_weights(decay), momentum) if decay else momentum
 
 
 def new_linear_head(key: Array, classes: int, width: int) -> LinearHead:
     """Returns a head with weight and bias uniform in +-1/sqrt(width), PyTorch's default."""
     bound = width**-0.5
     key_of_weight, key_of_bias = jax.random.split(key)
-    return LinearHead(
-        weight=jax.random.uniform(key_of_weight, (classes, width), minval=-bound, maxval=bound),
-        bias=jax.random.uniform(key_of_bias, (classes,), minval=-bound, maxval=bound),
-    )
+    weight = jax.random.uniform(key_of_weight, (classes, width), minval=-bound, maxval=bound)
+    bias = jax.random.uniform(key_of_bias, (classes,), minval=-bound, maxval=bound)
+    return LinearHead(weight, bias)
 
 
 def new_cosine_rows(key: Array, classes: int, width: int) -> Float[Array, "c d"]:
@@ -151,12 +168,10 @@ def require_newest(title: str, weights: Float[Array, "t c d"], num_tasks: int) -
 def in_slots(tree: Any, wanted: Any) -> Any:
     """Returns `wanted` with the arrays of `tree` in its leading slots, for a run that grows.
 
-    Slots are those of tasks and of rows of padded heads; arrays of equal shape are taken whole.
+    Slots are those of tasks and of rows of padded heads.
     """
 
     def fill(old: Any, new: Any) -> Any:
-        if old.shape == new.shape:
-            return old
         corner = tuple(map(slice, np.minimum(old.shape, new.shape)))
         if isinstance(new, jax.Array):
             return new.at[corner].set(old[corner])
@@ -179,10 +194,7 @@ def with_directions(
 def cross_entropy(
     logits: Float[Array, "n c"], batch: Batch, class_mask: Bool[Array, " c"]
 ) -> Float[Array, ""]:
-    """Returns the mean cross-entropy over the images of a batch and the classes of a task.
-
-    `class_mask` is True for the rows of the padded head that are classes.
-    """
+    """Returns the mean cross-entropy over the images of a batch and the classes in the mask."""
     logits = jnp.where(class_mask[None], logits, -jnp.inf)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     return jnp.sum(batch.weights * losses) / jnp.sum(batch.weights)
@@ -204,20 +216,18 @@ def cosface(
 
 
 def paper_rates(setup: LearnerSetup) -> dict[str, float]:
-    """Returns the learning rates of increment and head in `config.train`."""
+    """Returns the learning rates of increments and heads in `config.train`."""
     return {"increment": setup.increment_learning_rate, "head": setup.head_learning_rate}
 
 
 def descend(trained: Any, directions: Any, rates: dict[str, Any], rate: Any) -> Any:
     """Returns the trained leaves after a step of `rate` times the rate of each top-level part."""
-    return {
-        part: jax.tree.map(
-            lambda leaf, direction, r=rates[part]: leaf - rate * r * direction,
-            trained[part],
-            directions[part],
-        )
-        for part in trained
-    }
+
+    def moved(part):
+        factor = rate * rates[part]
+        return jax.tree.map(lambda leaf, d: leaf - factor * d, trained[part], directions[part])
+
+    return {part: moved(part) for part in trained}
 
 
 def mean_over_portions(function: Callable[[Batch], Any], batch: Batch, size: int) -> Any:

@@ -1,7 +1,6 @@
 """The set-up that all seeds of a configuration share."""
 
 import dataclasses
-import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -87,8 +86,7 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
         **vars(encoders),
         tasks=tasks,
         update=update,
-        schedule=update.schedule
-        or functools.partial(training.learning_rate_factor, train.schedule),
+        schedule=update.schedule or training.SCHEDULES[train.schedule],
         epochs=epochs,
         first_steps=[0, *itertools.accumulate(steps)],
         evaluated=[*(n % config.evaluation.every == 0 for n in range(1, len(counts))), True],

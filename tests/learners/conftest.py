@@ -1,7 +1,5 @@
 """What the tests of learners share."""
 
-import functools
-
 import jax
 import pytest
 
@@ -18,9 +16,8 @@ def backbone():
 @pytest.fixture
 def one_batch(monkeypatch):
     """Heads are trained on a few drawn features of a class, all in one batch."""
-    whole = gaussian_alignment.retraining
-    few = functools.partial(whole, samples=4, batch_size=20)
-    monkeypatch.setattr(gaussian_alignment, "retraining", few)
+    monkeypatch.setattr(gaussian_alignment, "SAMPLES", 4)
+    monkeypatch.setattr(gaussian_alignment, "BATCH_SIZE", 20)
 
 
 @pytest.fixture(autouse=True, scope="module")

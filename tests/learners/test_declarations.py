@@ -68,8 +68,8 @@ def test_a_learner_of_the_users_own(monkeypatch):
     ("name", "learner", "message"),
     [
         ("no_such_learner", None, "expected one of cumulative_lora, .* found 'no_such_learner'"),
-        ("json", None, "module 'json' defines no class derived from Learner"),
-        ("mine.loda", Mine, "mine.loda: expected a name of its own, found loda"),
+        ("json", None, "json: expected a class derived from Learner, found none"),
+        ("mine.loda", Mine, "mine.loda: expected a file with a name of its own, found loda"),
         ("mine.own", Undecorated, r"mine.own: Undecorated .* with @dataclasses\.dataclass\("),
     ],
 )

@@ -39,8 +39,8 @@ def test_classes_that_cannot_be_fitted_are_named():
 
 def test_draws_have_the_moments_of_their_gaussian():
     gaussians = random_gaussians()
-    scales = np.array([0.9, 1.0, 0.5], np.float32)
-    drawn = gaussian_alignment.draw(jax.random.key(0), gaussians, scales, 20_000, 2)
+    scales = (0.95, 1.0)  # The older of two tasks, and the newest.
+    drawn = gaussian_alignment.draw(jax.random.key(0), gaussians, 20_000, 2)
     assert drawn.shape == (3, 2, 20_000, 4)
     np.testing.assert_array_equal(drawn[2], 0)
     for task in range(2):
@@ -66,7 +66,7 @@ def test_cross_entropy_of_logits_that_are_zero():
 SEEN = np.array([[True, True], [True, False], [False, False]])
 
 
-def counting(samples, batch_size, transformation=None):
+def counting(monkeypatch, samples, batch_size, rates, transformation=None):
     """A training whose "heads" count steps and samples, and add up features, per class."""
 
     def loss(heads, features, labels, weights, seen):
@@ -74,9 +74,10 @@ def counting(samples, batch_size, transformation=None):
         chosen = heads["count"].reshape(-1)[labels] + sums
         return -jnp.sum(weights * chosen) - heads["steps"][0]
 
-    return gaussian_alignment.retraining(
-        loss, transformation or optax.identity(), samples, batch_size
-    )
+    monkeypatch.setattr(gaussian_alignment, "SAMPLES", samples)
+    monkeypatch.setattr(gaussian_alignment, "BATCH_SIZE", batch_size)
+    rates = np.array(rates, np.float32)
+    return gaussian_alignment.retraining(loss, transformation or optax.identity(), rates)
 
 
 def zero_heads():
@@ -85,11 +86,11 @@ def zero_heads():
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(4, 4), (64, 1)])
-def test_an_epoch_meets_every_drawn_feature_once(batch_size, steps):
+def test_an_epoch_meets_every_drawn_feature_once(monkeypatch, batch_size, steps):
     gaussians = random_gaussians()
     gaussians = gaussians._replace(factors=1e-6 * gaussians.factors)
-    retrain = counting(5, batch_size)
-    found = retrain(zero_heads(), gaussians, SEEN, np.ones(2), jax.random.key(0))
+    retrain = counting(monkeypatch, 5, batch_size, [1, 1])
+    found = retrain(zero_heads(), gaussians, SEEN, jax.random.key(0))
     assert found["steps"][0] == 2 * steps
     np.testing.assert_array_equal(found["count"], 2 * 5 * SEEN)
     scales = np.array([0.95, 1.0, 1.0])  # The older of two tasks, and the newest.
@@ -97,27 +98,27 @@ def test_an_epoch_meets_every_drawn_feature_once(batch_size, steps):
     np.testing.assert_allclose(found["sum"], expected, atol=1e-4)
 
 
-def test_every_epoch_draws_anew_at_its_own_rate():
-    gaussians, key = random_gaussians(), jax.random.key(3)
-    retrain = counting(5, 5)
-    sums = [
-        np.asarray(retrain(zero_heads(), gaussians, SEEN, np.array(rates), key)["sum"])
-        for rates in ([1.0, 0.0], [0.0, 1.0], [2.0, 3.0])
-    ]
-    assert np.abs(sums[0] - sums[1])[SEEN].min() > 1e-3
-    np.testing.assert_allclose(sums[2], 2 * sums[0] + 3 * sums[1], atol=1e-4)
-    other = retrain(zero_heads(), gaussians, SEEN, np.array([1.0, 0.0]), jax.random.key(4))
-    assert np.abs(sums[0] - other["sum"])[SEEN].min() > 1e-3
+def test_every_epoch_draws_anew_at_its_own_rate(monkeypatch):
+    gaussians = random_gaussians()
+
+    def sums(rates, seed=3):
+        retrain = counting(monkeypatch, 5, 5, rates)
+        return np.asarray(retrain(zero_heads(), gaussians, SEEN, jax.random.key(seed))["sum"])
+
+    first, second = sums([1, 0]), sums([0, 1])
+    assert np.abs(first - second)[SEEN].min() > 1e-3
+    np.testing.assert_allclose(sums([2, 3]), 2 * first + 3 * second, atol=1e-4)
+    assert np.abs(first - sums([1, 0], seed=4))[SEEN].min() > 1e-3
 
 
-def test_batches_are_shuffled():
+def test_batches_are_shuffled(monkeypatch):
     """A transformation that lets only the first step through shows what is in its batch."""
 
     def first_only(updates, count, params=None):
         return jax.tree.map(lambda leaf: jnp.where(count == 0, leaf, 0.0), updates), count + 1
 
     once = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), first_only)
-    retrain = counting(40, 40, once)
-    found = retrain(zero_heads(), random_gaussians(), SEEN, np.ones(1), jax.random.key(0))
+    retrain = counting(monkeypatch, 40, 40, [1], once)
+    found = retrain(zero_heads(), random_gaussians(), SEEN, jax.random.key(0))
     assert np.asarray(found["count"])[SEEN].min() >= 5
     assert np.asarray(found["count"]).sum() == 40

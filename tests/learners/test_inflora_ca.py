@@ -72,7 +72,8 @@ def test_alignment_against_its_formula(one_batch, preset, rates, temperature):
     heads = toy.random_like(learner.initial_state().heads, 0, 1.0)
     gaussians = gaussian_alignment.empty(3, 3, toy.TINY.width)
     gaussians = gaussians._replace(means=toy.random_like(gaussians.means, 1, 1.0))
-    aligned = learner.align(heads, gaussians, 1, jax.random.key(0))
+    seen = learner.setup.classes_of_first(2)
+    aligned = learner.align(heads, gaussians, seen, jax.random.key(0))
     sizes = toy.CLASSES[:2]
     start = [
         (toy.float64(heads.weight[t, :c]), toy.float64(heads.bias[t, :c]))
@@ -98,4 +99,4 @@ def test_an_alignment_that_diverges_says_so(monkeypatch):
     gaussians = toy.random_like(gaussian_alignment.empty(3, 3, toy.TINY.width), 0)
     heads = toy.random_like(learner.initial_state().heads, 1)
     with pytest.raises(TrainingError, match="alignment after task 2: expected finite heads"):
-        learner.align(heads, gaussians, 1, jax.random.key(0))
+        learner.align(heads, gaussians, learner.setup.classes_of_first(2), jax.random.key(0))
