@@ -24,19 +24,13 @@ def draw_flat(draw: Callable, key: Array, shape: tuple[int, ...], **bounds: floa
 
 
 def initialise(key: Array, variant: Variant, rank: int) -> Increment:
-    """Returns a fresh increment: A uniform in +-1/sqrt(width), B zero (the LoRA convention).
-
-    Args:
-        key: random key.
-        variant: the encoder that is adapted.
-        rank: columns of A, rows of B.
-    """
-    bound = variant.width**-0.5
-    shape = (variant.depth, variant.width, rank)
+    """Returns a fresh increment: A uniform in +-1/sqrt(width), B zero (the LoRA convention)."""
+    depth, width, bound = variant.depth, variant.width, variant.width**-0.5
 
     def factors(key):
+        shape = (depth, width, rank)
         A = draw_flat(jax.random.uniform, key, shape, minval=-bound, maxval=bound)
-        return Factors(A=A, B=jnp.zeros((variant.depth, rank, variant.width)))
+        return Factors(A=A, B=jnp.zeros((depth, rank, width)))
 
     key_of_key, key_of_value = jax.random.split(key)
     return Increment(key=factors(key_of_key), value=factors(key_of_value))

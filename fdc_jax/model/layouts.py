@@ -104,15 +104,11 @@ _MODEL_TYPES: dict[str, dict[str, Any]] = {
 
 
 def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays that determine features, under AugReg's names; unknown names stay.
+    """Returns the arrays of a file that determine features, under AugReg's names.
 
-    Kernels and biases of attentions are divided into heads in AugReg's files alone. Layer scale is
-    multiplied into the layer before it; missing biases of projections, and missing positions of
-    learned tokens, become zero.
-
-    Args:
-        arrays: of a file, by name.
-        path: of the file, for messages.
+    Unknown names stay. Kernels and biases of attentions are divided into heads in AugReg's files
+    alone. Layer scale is multiplied into the layer before it; missing biases of projections, and
+    missing positions of learned tokens, become zero.
 
     Raises:
         InputError: the shape of an array does not fit its name.
@@ -180,18 +176,16 @@ def _decode(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
 def _complete(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns renamed arrays in the encoder's form: gates, layer scale, biases and positions."""
     arrays = {name: array for name, array in arrays.items() if array.size}
-    for name in [name for name in arrays if name.endswith(("/gate/kernel", "/gate/bias"))]:
+    for name in list(arrays):
+        layer, _, kind = name.rpartition("/")
         values = name.replace("/gate/", "/Dense_0/")
-        if values in arrays:
+        if layer.endswith("/gate") and values in arrays:
             arrays[values] = np.concatenate([arrays.pop(name), arrays[values]], axis=-1)
-    for name in [name for name in arrays if name.endswith("*")]:
-        layers = {f"{name[:-1]}/kernel", f"{name[:-1]}/bias"} & arrays.keys()
-        if layers:
+        scaled = {f"{name[:-1]}/kernel", f"{name[:-1]}/bias"} & arrays.keys()
+        if name.endswith("*") and scaled:
             factors = arrays.pop(name).astype(np.float32)
-            arrays |= {layer: arrays[layer] * factors for layer in layers}
-    for name in [name for name in arrays if name.endswith("/kernel")]:
-        layer = name.removesuffix("/kernel")
-        if layer.split("/")[-1] in ("embedding", "query", "key", "value"):
+            arrays |= {array: arrays[array] * factors for array in scaled}
+        if kind == "kernel" and layer.split("/")[-1] in ("embedding", "query", "key", "value"):
             arrays.setdefault(f"{layer}/bias", np.zeros(arrays[name].shape[-1], np.float32))
     if {"cls", "distillation"} <= arrays.keys():
         arrays["cls"] = np.concatenate([arrays["cls"], arrays.pop("distillation")], axis=1)
@@ -228,13 +222,10 @@ def _is_square(number: int) -> bool:
 def describe(
     arrays: Mapping[str, np.ndarray], path: Path, heads: int = 0
 ) -> tuple[str, vit.Variant]:
-    """Returns the name and the architecture of the encoder in a file.
+    """Returns the name and the architecture of the encoder with arrays of a file.
 
-    Args:
-        arrays: of the file, by name.
-        path: of the file; its configuration lies beside it.
-        heads: number of heads of a plain Vision Transformer in timm's layout without a
-            configuration; 0: not known.
+    `heads` are those of a plain Vision Transformer in timm's layout without a configuration beside
+    the file; 0: not known.
 
     Raises:
         InputError: the arrays are not those of a supported encoder, or their configuration is
@@ -257,8 +248,8 @@ def _describe(
 ) -> tuple[str, vit.Variant]:
     """Returns the same; `own` has AugReg's names. Errors of many types are possible."""
     block = "Transformer/encoderblock_0"
-    layers = ("embedding", f"{block}/MlpBlock_3/Dense_0", f"{block}/MlpBlock_3/Dense_1")
-    needed = [f"{layer}/kernel" for layer in layers]
+    mlp = [f"{block}/MlpBlock_3/{layer}/kernel" for layer in ("Dense_0", "Dense_1")]
+    needed = ["embedding/kernel", *mlp]
     odd = sorted(name for name in own if "/" not in name.removesuffix("*") and name != "cls")
     if odd := odd or [name for name in needed if name not in own]:
         raise InputError(
@@ -266,13 +257,13 @@ def _describe(
             f"first {', '.join(odd[:3])}"
         )
     patch, width = own["embedding/kernel"].shape[0], own["embedding/kernel"].shape[-1]
-    units, hidden = (own[name].shape for name in needed[1:])
-    blocks = (re.match(r"Transformer/encoderblock_(\d+)/", name) for name in own)
+    units, hidden = (own[name].shape for name in mlp)
+    blocks = re.findall(r"encoderblock_(\d+)/", " ".join(own))
     tokens = own["cls"].shape[1] if "cls" in own else 0
     grid = math.isqrt(own[POSITIONS].shape[1] - tokens) if POSITIONS in own else 0
     variant = vit.Variant(
         width=width,
-        depth=1 + max(int(match[1]) for match in blocks if match),
+        depth=1 + max(map(int, blocks)),
         heads=1,
         patch=patch,
         hidden=0 if hidden[0] == 4 * width else hidden[0],
@@ -286,11 +277,10 @@ def _describe(
     if "embedding/kernel" in arrays:
         query = f"{block}/MultiHeadDotProductAttention_1/query/kernel"
         family, facts = "augreg", {"heads": own[query].shape[1] if query in own else 1}
+    elif any(name.startswith("patch_embed.") for name in arrays):
+        family, facts = _of_timm(own, variant, path, heads, gated)
     else:
-        if any(name.startswith("patch_embed.") for name in arrays):
-            family, facts = _of_timm(own, variant, path, heads, gated)
-        else:
-            family, facts = _of_hugging_face(own, variant, path)
+        family, facts = _of_hugging_face(own, variant, path)
     facts["activation"] = "swiglu" if gated else facts.get("activation", "gelu")
     if facts["activation"] == "swiglu" and not gated:
         raise InputError(f"{path}: expected twice as many gates as hidden units, found {units}")
@@ -317,25 +307,23 @@ def _of_timm(
     if config and not _TIMM_NAMES.match(name):
         _refuse(file, "architecture", "a supported Vision Transformer", name)
     plain = POSITIONS in own and variant.pooling == "token" and not (variant.pre_norm or gated)
-    heads = arguments.get("num_heads", _TIMM_HEADS.get(variant.width))
-    if "giantopt" in name:
-        heads = 16
     facts: dict[str, Any] = {"mean": _triple(given.get("mean")), "std": _triple(given.get("std"))}
+    heads = 16 if "giantopt" in name else _TIMM_HEADS.get(variant.width)
     if POSITIONS not in own:
         if config and "dinov3" not in name:
             _refuse(file, "architecture", "one with rotary positions of DINOv3", name)
         facts["rotary"] = float(arguments.get("rope_temperature", 100.0))
-        heads = arguments.get("num_heads", 32 if variant.width == 4096 else variant.width // 64)
+        heads = 32 if variant.width == 4096 else variant.width // 64
     if not config and not (plain and given_heads):
         option = ", or, for a plain Vision Transformer, its number of heads as encoder.heads"
         raise InputError(
             f"{path}: expected timm's config.json beside it{option if plain else ''}; found none"
         )
-    facts["heads"] = heads if config else given_heads
+    facts["heads"] = arguments.get("num_heads", heads) if config else given_heads
     if not facts["heads"]:
         _refuse(file, "model_args.num_heads", "the number of heads", None)
-    activation = "quick_gelu" if "quickgelu" in name else "gelu"
-    activation = "gelu_tanh" if re.search(_TIMM_TANH, name) else activation
+    tanh, quick = re.search(_TIMM_TANH, name), "quickgelu" in name
+    activation = "gelu_tanh" if tanh else "quick_gelu" if quick else "gelu"
     facts["activation"] = _activation(arguments.get("act_layer", activation), file, "act_layer")
     if variant.pre_norm or "rotary" in facts:
         facts["epsilon"] = 1e-5
@@ -361,8 +349,8 @@ def _of_hugging_face(
     config = config.get("vision_config", config)
     if family not in _MODEL_TYPES:
         _refuse(file, "model_type", f"one of {', '.join(_MODEL_TYPES)}", family)
-    sizes = {"hidden_size": variant.width, "num_hidden_layers": variant.depth}
-    for field, size in (sizes | {"patch_size": variant.patch}).items():
+    fields = ("hidden_size", "num_hidden_layers", "patch_size")
+    for field, size in zip(fields, (variant.width, variant.depth, variant.patch), strict=True):
         if _side(config.get(field, size)) != size:
             _refuse(file, field, f"{size} as in {path.name}", config[field])
     config = _MODEL_TYPES[family] | config
@@ -376,8 +364,8 @@ def _of_hugging_face(
         "image_size": _side(config.get("image_size", 0)),
     }
     images = read_object(path.with_name("preprocessor_config.json"))
-    names = {"mean": "image_mean", "std": "image_std"}
-    return family, facts | {ours: _triple(images.get(name)) for ours, name in names.items()}
+    facts |= {name: _triple(images.get(f"image_{name}")) for name in ("mean", "std")}
+    return family, facts
 
 
 def _name(family: str, variant: vit.Variant) -> str:
@@ -418,13 +406,8 @@ def as_timm(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns an encoder's arrays and configuration in timm's layout, without a classifier.
 
-    `rename` and `describe` are the inverse.
-
-    Args:
-        params: the pretrained parameters.
-        variant: the architecture; its mean and deviation are those of the pixels that it gets.
-        replaced: the parameters that replace pretrained ones.
-        image_size: side of the images in pixels.
+    `rename` and `describe` are the inverse. `replaced` parameters stand in for those of `params`;
+    the variant has mean and deviation of the pixels that the encoder gets.
 
     Raises:
         InputError: the encoder does not end in the class token of a plain block, or has an adapter.
@@ -440,14 +423,12 @@ def as_timm(
         for block, kernel in enumerate(np.asarray(replaced[part])):
             name = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1/{part}/kernel"
             own[name] = kernel
-    layers = ["patch_embed.proj", "norm_pre", "norm"]
+    layers = ["patch_embed.proj", "norm", *(["norm_pre"] if variant.pre_norm else [])]
     of_block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
     layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in of_block]
-    arrays = {"cls_token": own["cls"], "pos_embed": own[POSITIONS]}
-    for name in (f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")):
-        array = _encode(own, variant.width, name)
-        if array is not None:
-            arrays[name] = array
+    names = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+    arrays = {name: _encode(own, variant.width, name) for name in names}
+    arrays |= {"cls_token": own["cls"], "pos_embed": own[POSITIONS]}
     if variant.pre_norm:
         del arrays["patch_embed.proj.bias"]
     ratio = variant.mlp_width / variant.width
@@ -483,15 +464,12 @@ def as_timm(
     }
 
 
-def _encode(own: Mapping[str, np.ndarray], width: int, name: str) -> np.ndarray | None:
-    """Returns the array under timm's name, the inverse of `_decode`; None if it is missing."""
+def _encode(own: Mapping[str, np.ndarray], width: int, name: str) -> np.ndarray:
+    """Returns the array under timm's name, the inverse of `_decode`."""
     target, kind = _target(name)
     before, _, last = f"/{target}".rpartition("/")
     kind = "bias" if kind == "bias" else "scale" if "norm" in last.lower() else "kernel"
-    names = [f"{before}/{layer}/{kind}"[1:] for layer in last.split("+")]
-    if any(name not in own for name in names):
-        return None
-    parts = [own[name] for name in names]
+    parts = [own[f"{before}/{layer}/{kind}"[1:]] for layer in last.split("+")]
     if kind != "kernel":
         return np.concatenate([part.reshape(-1) for part in parts])
     if last == "embedding":

@@ -25,12 +25,14 @@ class Arithmetic:
     precision: jax.lax.Precision  # of the products
     attention: str  # `xla`: compiled by XLA; `cudnn`: NVIDIA's fused kernel, for 16-bit floats
 
+    @property
+    def of_layers(self) -> dict[str, Any]:
+        """The arguments of Flax's layers."""
+        return {"dtype": self.dtype, "precision": self.precision}
+
 
 class Factors(TypedDict):
-    """Factors of a low-rank kernel update A B, the transpose of the paper's B_k A_k.
-
-    With a scale, one number per column of A, the update is A diag(scale) B.
-    """
+    """Factors of a kernel update A B or A diag(scale) B, the transpose of the paper's B_k A_k."""
 
     A: Float[Array, "l d r"]
     B: Float[Array, "l r d"]
@@ -69,8 +71,8 @@ def activate(name: str, x: Float[Array, "*n h"]) -> Float[Array, "*n u"]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_kept_slope(
-    function: Callable[[Array], Array], x: Float[Array, "..."]
-) -> Float[Array, "..."]:
+    function: Callable[[Array], Array], x: Float[Array, "*n"]
+) -> Float[Array, "*n"]:
     """Returns a function of every entry; the slope, not x, is the residual of the gradient.
 
     Value and slope are computed together in float32 and kept in the dtype of x: memory is the same,
@@ -107,12 +109,19 @@ def _over_tokens(left, right, dtype, precision):
     )
 
 
-def _as_row(vector, x):
-    """Returns a vector as a row of x, in its dtype."""
-    return vector.reshape((1,) * (x.ndim - 1) + (-1,)).astype(x.dtype)
+@jax.custom_vjp
+def _plus_bias(x, bias):
+    """Returns x + b in the dtype of x; the gradient of b is summed in its own dtype."""
+    return x + bias.reshape((1,) * (x.ndim - 1) + (-1,)).astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _bias_backward(bias, gradient):
+    return gradient, gradient.sum(axis=tuple(range(gradient.ndim - 1)), dtype=bias.dtype)
+
+
+_plus_bias.defvjp(lambda x, bias: (_plus_bias(x, bias), bias[:0]), _bias_backward)
+
+
 def dense(
     x: Float[Array, "*n d"],
     weight: Float[Array, "d e"],
@@ -120,21 +129,7 @@ def dense(
     precision: jax.lax.Precision,
 ) -> Float[Array, "*n e"]:
     """Returns x W + b in the dtype of x; gradients of W and b are summed in their own dtype."""
-    return jnp.matmul(x, weight.astype(x.dtype), precision=precision) + _as_row(bias, x)
-
-
-def _dense_forward(x, weight, bias, precision):
-    return dense(x, weight, bias, precision), (x, weight, bias[:0])
-
-
-def _dense_backward(precision, residuals, gradient):
-    x, weight, bias = residuals
-    of_weight = _over_tokens(x, gradient, weight.dtype, precision)
-    of_x = jnp.matmul(gradient, weight.astype(x.dtype).T, precision=precision)
-    return of_x, of_weight, gradient.sum(axis=tuple(range(x.ndim - 1)), dtype=bias.dtype)
-
-
-dense.defvjp(_dense_forward, _dense_backward)
+    return _plus_bias(product_with_updates(x, weight, (), precision), bias)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -146,14 +141,8 @@ def product_with_updates(
 ) -> Float[Array, "*n e"]:
     """Returns x (W + sum of A B) in the dtype of x; the kernels are summed in their own dtype.
 
-    An update costs no product over tokens. The gradients of factors and scales go through the rank
-    and are smaller than the kernel's, so that devices exchange little.
-
-    Args:
-        x: tokens, on any leading axes.
-        kernel: W.
-        updates: factors of one block.
-        precision: of the products over tokens.
+    An update, factors of one block, costs no product over tokens. The gradients of factors and
+    scales go through the rank and are smaller than the kernel's, so that devices exchange little.
     """
     return _product_forward(x, kernel, updates, precision)[0]
 
@@ -208,13 +197,9 @@ def attend(
     if arithmetic.attention == "cudnn" and q.shape == k.shape:
         return _attend_fused(q, k, v)
     precision = arithmetic.precision
-    scores = jnp.einsum(
-        "bqhd,bkhd->bhqk",
-        q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype),
-        k,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    kind: Any = {"precision": precision, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, **kind)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
 
@@ -225,9 +210,8 @@ def _attend_fused(q, k, v):
     if tokens % 2 == 0:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
     q, k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (q, k, v))
-    lengths = dict.fromkeys(
-        ("query_seq_lengths", "key_value_seq_lengths"), jnp.full(len(q), tokens)
-    )
+    length = jnp.full(len(q), tokens)
+    lengths: Any = {"query_seq_lengths": length, "key_value_seq_lengths": length}
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **lengths)[:, :tokens]
 
 
@@ -257,12 +241,7 @@ def images_together(mesh: Mesh, images: int, side: int, patch: int) -> int:
     A core's caches, or a TPU's on-chip memory, hold the activations of a few images: portions are
     faster than a whole batch. The number divides the batch. It depends on shapes and the platform,
     never on the number of cores, so that results do not either. Several devices take whole batches.
-
-    Args:
-        mesh: the devices of the program, which need not be those of this process.
-        images: number of images of the batch.
-        side: of an image, in pixels.
-        patch: side of a patch, in pixels.
+    `images` is the size of the batch, `side` and `patch` are sides in pixels.
     """
     tokens = PORTION_TOKENS.get(mesh.devices.flat[0].platform)
     if tokens is None or mesh.size > 1:

@@ -128,9 +128,8 @@ class _Projection(nn.Module):
     def __call__(self, x, kernel=None, updates=()):
         width = x.shape[-1]
         shape = (width, self.heads, width // self.heads)
-        own = self.param(
-            "kernel", nn.initializers.xavier_uniform(in_axis=0, out_axis=(1, 2)), shape
-        )
+        xavier = nn.initializers.xavier_uniform(in_axis=0, out_axis=(1, 2))
+        own = self.param("kernel", xavier, shape)
         bias = self.param("bias", nn.initializers.zeros, shape[1:])
         kernel = own.reshape(width, width) if kernel is None else kernel
         dtype, precision = self.arithmetic.dtype, self.arithmetic.precision
@@ -171,8 +170,8 @@ class _Attention(nn.Module):
         if angles is not None:
             q, k = operations.rotate(q, angles), operations.rotate(k, angles)
         mixed = operations.attend(q, k, v, self.arithmetic)
-        kind: Any = {"dtype": self.arithmetic.dtype, "precision": self.arithmetic.precision}
-        return nn.DenseGeneral(queries.shape[-1], axis=(-2, -1), name="out", **kind)(mixed)
+        width, kind = queries.shape[-1], self.arithmetic.of_layers
+        return nn.DenseGeneral(width, axis=(-2, -1), name="out", **kind)(mixed)
 
 
 class _Mlp(nn.Module):
@@ -185,7 +184,7 @@ class _Mlp(nn.Module):
     def __call__(self, x):
         units, activation = self.variant.mlp_width, self.variant.activation
         units = 2 * units if activation == "swiglu" else units
-        kind: Any = {"dtype": self.arithmetic.dtype, "precision": self.arithmetic.precision}
+        kind = self.arithmetic.of_layers
         hidden = operations.activate(activation, nn.Dense(units, **kind)(x))
         return nn.Dense(self.variant.width, **kind)(hidden)
 
@@ -346,7 +345,7 @@ class VisionTransformer(nn.Module):
         """Returns the pooled tokens after the final norm, in float32.
 
         Args:
-            images: square RGB images, side a multiple of the patch size.
+            images: square RGB images, in [0, 255].
             kernels: of keys and values, and perhaps an adapter; None: the pretrained ones.
             increment: one increment of the kernels, or several.
             dropout_key: for dropping hidden units of the adapter in training; None: keeps them all.
@@ -380,14 +379,9 @@ def encode(
     replaced: Replaced | None = None,
     *more: Any,
 ) -> Float[Array, "n d"]:
-    """Returns features by an encoder E_t.
+    """Returns features by E_t, whose `replaced` parameters stand in for those of E_0.
 
-    Args:
-        model: the architecture.
-        backbone: the parameters of E_0.
-        images: see `VisionTransformer`.
-        replaced: the parameters of E_t that replace those of E_0; None: E_0.
-        *more: increment, dropout key and dropout rate, see `VisionTransformer`.
+    `more` are increment, dropout key and dropout rate of `VisionTransformer`.
     """
     kernels: Any = replaced
     if replaced is not None and "parameters" in replaced:
@@ -404,20 +398,12 @@ def build(
     attention: str = "auto",
     cudnn: bool = False,
 ) -> VisionTransformer:
-    """Returns an encoder.
+    """Returns the encoder of a variant or its name, for images of a side in pixels.
 
-    Args:
-        variant: the architecture, or its name.
-        image_size: side of the images, in pixels.
-        input_range: see `VisionTransformer`.
-        precision: see `VisionTransformer`.
-        attention: one of `ATTENTIONS`.
-        cudnn: whether the devices have cuDNN's attention (`devices.have_cudnn`).
+    `attention` is one of `ATTENTIONS`; `cudnn` tells whether the devices have cuDNN's.
 
     Raises:
-        InputError: a name is unknown; the image side is neither a multiple of the patch size nor
-            that of pre-training; mean and deviation are needed but unknown; cuDNN's attention is
-            wanted in float32 or without an NVIDIA GPU.
+        InputError: a name is unknown, or the settings do not go together.
     """
     for field, value, known in (
         ("encoder.variant", variant, VARIANTS),
@@ -474,7 +460,7 @@ def pretrained_kernels(params: Any) -> KeyValueKernels:
     blocks = [trunk[f"encoderblock_{i}"] for i in range(sum("encoderblock" in n for n in trunk))]
 
     def stack(name):
-        kernels = [b["MultiHeadDotProductAttention_1"][name]["kernel"] for b in blocks]
-        return jnp.stack([jnp.reshape(kernel, (kernel.shape[0], -1)) for kernel in kernels])
+        kernels = [block["MultiHeadDotProductAttention_1"][name]["kernel"] for block in blocks]
+        return jnp.stack([kernel.reshape(len(kernel), -1) for kernel in kernels])
 
     return KeyValueKernels(key=stack("key"), value=stack("value"))

@@ -1,14 +1,13 @@
 """Pretrained weights: strict reading of `.npz` and `.safetensors` files into parameter trees."""
 
 import base64
-import dataclasses
 import math
 import os
 import re
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +33,7 @@ NAMED = ("augreg", "digits")
 DIGITS_WEIGHTS = Path(__file__).resolve().parents[1] / "assets" / "digits_vit.npz"
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """A parameter tree and its file."""
 
     params: Any
@@ -52,8 +50,7 @@ def locate(
 
     Args:
         weights: a file; `augreg` for the public ImageNet-21k checkpoint of the variant, which is
-            downloaded to `folder` unless it is there; `digits` for the small encoder of the
-            package.
+            downloaded to `folder` unless it is there; `digits` for the package's small encoder.
         variant: name of the encoder.
         folder: of downloads.
         show_progress: whether to draw a bar while downloading.
@@ -80,22 +77,14 @@ def locate(
 def by_checksum(digest: str, variant: str, folder: Path) -> str:
     """Returns the name in `NAMED` of the weights with a SHA-256, or "" if they are not on the disk.
 
-    Args:
-        digest: the SHA-256.
-        variant: name of the encoder.
-        folder: of downloads, as for `locate`.
+    Variant and folder are those of `locate`.
     """
     files = {"digits": DIGITS_WEIGHTS, "augreg": folder / AUGREG_FILES.get(variant, "absent")}
     return next((n for n, path in files.items() if path.is_file() and sha256(path) == digest), "")
 
 
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
-    """Returns the name and the architecture of a configuration's encoder.
-
-    Args:
-        weights: see `locate`.
-        variant: name of the architecture; ignored for a file, which determines it.
-        heads: see `layouts.describe`.
+    """Returns the name and the architecture of a configuration's encoder, which a file determines.
 
     Raises:
         InputError: the name or the file does not exist, or the file holds no supported encoder.
@@ -136,29 +125,19 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
         if md5 is None:
             raise ValueError(f"{url} sends no MD5")
         path.parent.mkdir(parents=True, exist_ok=True)
+        known = "md5:" + base64.b64decode(md5[1]).hex()
         # pooch writes to a temporary file and moves it if the checksum agrees.
-        pooch.retrieve(
-            url,
-            known_hash="md5:" + base64.b64decode(md5[1]).hex(),
-            path=path.parent,
-            fname=path.name,
-            progressbar=show_progress,
-        )
+        pooch.retrieve(url, known, path.name, path.parent, progressbar=show_progress)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise InputError(f"cannot download weights ({reason}): {by_hand}") from error
 
 
 def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: int) -> Weights:
-    """Returns the parameter tree of a checkpoint.
+    """Returns the parameter tree of a checkpoint, for images of a side in pixels.
 
     Every array of the file is used or named in `skipped`; position embeddings are resized if the
     patch grid differs.
-
-    Args:
-        path: `.npz` (keys with or without `opt/target/`) or `.safetensors`, in a known layout.
-        variant: the architecture, or its name.
-        image_size: side of the images in pixels.
 
     Raises:
         InputError: the file is unreadable, or an array is missing, unknown or of another shape.
@@ -169,11 +148,10 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
     expected: dict[str, Any] = dict(traverse_util.flatten_dict(shapes, sep="/"))
     stored = _read(path)
     arrays = layouts.rename(stored, path)
-    positions = arrays.get(layouts.POSITIONS)
+    positions = resized = arrays.get(layouts.POSITIONS)
     if positions is not None and positions.ndim == 3 and not model.variant.rotary:
         length, tokens = expected[layouts.POSITIONS].shape[1], model.variant.tokens
-        arrays[layouts.POSITIONS] = resize_positions(positions, length, path, tokens)
-    resized = positions is not arrays.get(layouts.POSITIONS)
+        resized = arrays[layouts.POSITIONS] = resize_positions(positions, length, path, tokens)
     missing, unknown = sorted({*expected} - {*arrays}), sorted({*arrays} - {*expected})
     name = variant if isinstance(variant, str) else f"{model.variant.width} wide"
     prefix = f"{path}: expected the weights of encoder.variant {name}, found"
@@ -190,10 +168,9 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
             raise InputError(f"{prefix} {name} of shape {array.shape}, expected {shape}")
         if not (jnp.issubdtype(array.dtype, jnp.floating) and np.isfinite(array).all()):
             raise InputError(f"{path}: {name}: expected finite numbers, found others")
-    params = traverse_util.unflatten_dict(
-        {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}, sep="/"
-    )
-    return Weights(params, path, sha256(path), layouts.skipped(stored), resized)
+    wide = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
+    params, skipped = traverse_util.unflatten_dict(wide, sep="/"), layouts.skipped(stored)
+    return Weights(params, path, sha256(path), skipped, resized is not positions)
 
 
 def used(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
