@@ -175,13 +175,12 @@ def check_state(name: str, method: str, before: Any, after: Any) -> None:
     Raises:
         InputError: an array is missing, new, or of another shape or dtype.
     """
-    old, new = (
-        {
-            jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (before, after)
-    )
+
+    def kinds(tree):
+        leaves, keystr = jax.tree_util.tree_leaves_with_path(tree), jax.tree_util.keystr
+        return {keystr(p): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for p, x in leaves}
+
+    old, new = kinds(before), kinds(after)
     for path in [*old, *new]:
         if old.get(path) != new.get(path):
             raise InputError(

@@ -141,21 +141,18 @@ def retraining(
     transformation: optax.GradientTransformation,
     rates: Float[np.ndarray, " e"],
 ) -> Callable[..., Any]:
-    """Returns a function, compiled once for all tasks, that trains all heads on drawn features.
+    """Returns `retrain(heads, gaussians, seen, key) -> heads`, compiled once for all tasks.
 
-    Every epoch draws `SAMPLES` features of each class seen, shuffles them and takes them in
-    batches of `BATCH_SIZE`; the last batch may be smaller.
+    Leaves of `heads` lead with [t]; `seen` [t, c] is True for the classes to draw. Every epoch, at
+    its rate, draws `SAMPLES` features of each of them, shuffles them and takes them in batches of
+    `BATCH_SIZE`; the last batch may be smaller. `retrain` raises TrainingError if a head is not
+    finite afterwards.
 
     Args:
         loss: `(heads, features, labels, weights, seen) -> loss`; labels are positions in the
             flattened slots [t * c], rows of weight 0 are padding.
         transformation: from gradients to directions.
         rates: learning rate of every epoch.
-
-    Returns:
-        `retrain(heads, gaussians, seen, key) -> heads`, where the leaves of `heads` lead with [t],
-        and `seen` [t, c] is True for the classes to draw. It raises TrainingError if a head is not
-        finite afterwards.
     """
     samples, batch_size = SAMPLES, BATCH_SIZE
 

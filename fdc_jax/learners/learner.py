@@ -52,13 +52,10 @@ def option(
     comment: str = "",
     on: Mapping[str, Value] | None = None,
 ) -> Any:
-    """Returns the field of an option.
+    """Returns the field of an option, with its default under the paper's protocol and its meaning.
 
-    Args:
-        default: the value under the paper's protocol; all values have its type.
-        allowed: an interval such as "(0, 1]", or the accepted words; empty: no limit.
-        comment: its meaning.
-        on: other defaults, by benchmark.
+    `allowed` is an interval such as "(0, 1]", or the accepted words; empty, there is no limit. `on`
+    has other defaults, by benchmark. All values have the type of the default.
     """
     metadata = {"option": Option(default, allowed, comment, on or {})}
     return dataclasses.field(default=default, metadata=metadata)
@@ -124,10 +121,8 @@ class Learner:
         """
         setup, width = self.setup, self.setup.variant.width
         tasks, rows = setup.num_tasks, setup.head_rows
-        return State(
-            increments=increments.empty_stack(setup.variant, setup.rank, tasks),
-            heads=LinearHead(weight=jnp.zeros((tasks, rows, width)), bias=jnp.zeros((tasks, rows))),
-        )
+        heads = LinearHead(weight=jnp.zeros((tasks, rows, width)), bias=jnp.zeros((tasks, rows)))
+        return State(increments.empty_stack(setup.variant, setup.rank, tasks), heads)
 
     # 2. Computations before a task, in closed form.
     def before_task(self, backbone: Any, state: Any, task: int, images: TaskImages) -> Any:
@@ -189,7 +184,7 @@ class Learner:
         dropout_key: Array | None = None,
         dropout: float = 0.0,
     ) -> Float[Array, "n d"]:
-        """Returns the features of a batch; arguments are those of the encoder.
+        """Returns the features of a batch, with the arguments of `vit.encode`.
 
         If the loss is no mean over images, the encoder takes few portions, unrolled: in a loop, the
         residuals of the gradient would pass through a TPU's slow memory once more.
@@ -216,12 +211,9 @@ class Learner:
         transformation: optax.GradientTransformation,
         schedule: Callable[[int, int], float] | None = None,
     ) -> Update:
-        """Returns descent of the loss along directions by Optax.
+        """Returns descent of the loss along the directions into which Optax transforms gradients.
 
-        Args:
-            rates: learning rate of each top-level part of `trained`.
-            transformation: from gradients to directions, before any learning rate.
-            schedule: see `Update`.
+        Every top-level part of `trained` has its learning rate in `rates`; schedule: see `Update`.
         """
 
         def step(backbone, frozen, trained, optimizer_state, batch, rate):

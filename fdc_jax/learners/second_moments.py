@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fdc_jax.data.batches import Batch
-from fdc_jax.errors import InputError, TrainingError
+from fdc_jax.errors import TrainingError
 from fdc_jax.model.vit import Replaced, VisionTransformer, in_float32
 
 
@@ -24,13 +24,9 @@ def attention_input_moments(
     run in float32 at highest precision in every mode; sums stay on the device.
 
     Raises:
-        InputError: the encoder replaces all parameters.
         TrainingError: the inputs of a block are not finite.
     """
-    if "parameters" in kernels:
-        raise InputError("attention inputs: expected key and value kernels, found all parameters")
-    model = in_float32(model)
-    depth, width = kernels["key"].shape[0], kernels["key"].shape[-1]
+    model, depth, width = in_float32(model), model.variant.depth, model.variant.width
     total, images, tokens = jnp.zeros((depth, width, width)), jnp.zeros(()), 0
     for batch in batches:
         total, images, tokens = _accumulate(model, backbone, kernels, batch, total, images)

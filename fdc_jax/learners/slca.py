@@ -62,17 +62,12 @@ class SLCA(Learner):
 
     def initial_state(self) -> State:
         """Returns a zero encoder, and empty slots for all tasks."""
-        setup, width = self.setup, self.setup.variant.width
-        tasks, rows = setup.num_tasks, setup.head_rows
-        model: Any = setup.model
-        shapes = vit.parameter_shapes(model, setup.image_size)
-        empty = LinearHead(jnp.zeros((tasks, rows, width)), jnp.zeros((tasks, rows)))
-        return State(
-            encoder=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-            heads=empty,
-            aligned=jax.tree.map(jnp.copy, empty),
-            gaussians=gaussian_alignment.empty(tasks, rows, width),
-        )
+        model: Any = self.setup.model
+        shapes = vit.parameter_shapes(model, self.setup.image_size)
+        encoder = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        heads = super().initial_state().heads
+        gaussians = gaussian_alignment.empty(*heads.weight.shape)
+        return State(encoder, heads, jax.tree.map(jnp.copy, heads), gaussians)
 
     def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
         """Returns the frozen key of the alignment, and the encoder and a fresh head to train."""
