@@ -412,17 +412,17 @@ def as_timm(
     Raises:
         InputError: the encoder does not end in the class token of a plain block, or has an adapter.
     """
-    ending = (variant.pooling, variant.tokens, variant.registers, variant.rotary)
+    plain = (variant.pooling, variant.tokens, variant.registers, variant.rotary)
     gated = variant.activation == "swiglu"
-    if ending != ("token", 1, 0, 0) or gated or "adapter" in replaced:
+    if plain != ("token", 1, 0, 0) or gated or "adapter" in replaced:
         raise InputError("timm's layout: expected a plain Vision Transformer with a class token")
     params = replaced.get("parameters", params)
     flat = traverse_util.flatten_dict(params, sep="/")
     own = {name: np.asarray(array) for name, array in flat.items()}
     for part in replaced.keys() & {"key", "value"}:
         for block, kernel in enumerate(np.asarray(replaced[part])):
-            name = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1/{part}/kernel"
-            own[name] = kernel
+            attention = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1"
+            own[f"{attention}/{part}/kernel"] = kernel
     layers = ["patch_embed.proj", "norm", *(["norm_pre"] if variant.pre_norm else [])]
     of_block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
     layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in of_block]
@@ -434,33 +434,24 @@ def as_timm(
     ratio = variant.mlp_width / variant.width
     if int(variant.width * ratio) != variant.mlp_width:  # timm rounds the product down.
         ratio = (variant.mlp_width + 0.5) / variant.width
-    return arrays, {
+    ending = {"num_classes": 0, "global_pool": "token"}
+    model_arguments = ending | {
+        "img_size": image_size,
+        "patch_size": variant.patch,
+        "embed_dim": variant.width,
+        "depth": variant.depth,
+        "num_heads": variant.heads,
+        "mlp_ratio": ratio,
+        "act_layer": variant.activation,
+    }
+    pixels = {"mean": variant.mean, "std": variant.std, "input_size": [3, image_size, image_size]}
+    sizes = {"crop_pct": 0.875, "fixed_input_size": True, "interpolation": "bicubic"}
+    layers = {"num_classes": 0, "first_conv": "patch_embed.proj", "classifier": "head"}
+    return arrays, ending | {
         "architecture": f"vit_base_patch16_{'clip_' if variant.pre_norm else ''}224",
-        "num_classes": 0,
         "num_features": variant.width,
-        "global_pool": "token",
-        "model_args": {
-            "img_size": image_size,
-            "patch_size": variant.patch,
-            "embed_dim": variant.width,
-            "depth": variant.depth,
-            "num_heads": variant.heads,
-            "mlp_ratio": ratio,
-            "global_pool": "token",
-            "act_layer": variant.activation,
-            "num_classes": 0,
-        },
-        "pretrained_cfg": {
-            "input_size": [3, image_size, image_size],
-            "fixed_input_size": True,
-            "interpolation": "bicubic",
-            "mean": variant.mean,
-            "std": variant.std,
-            "crop_pct": 0.875,
-            "num_classes": 0,
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
-        },
+        "model_args": model_arguments,
+        "pretrained_cfg": pixels | sizes | layers,
     }
 
 
