@@ -65,9 +65,12 @@ _LAYERS = (
 # Prefixes that Hugging Face gives to a model within another.
 _PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|dinov3_vit|vision_model)\.")
 
+# Prefixes that PyTorch's wrappers and training loops give to all names.
+_WRAPPER = re.compile(r"(module|model|backbone)\.")
+
 # Arrays without influence on features: classifiers, projections, text towers, decoders, masks.
 _SKIPPED = re.compile(
-    r"head/.*|(head|head_dist|\w*classifier|pooler|decoder|text_model)\..*"
+    r"(head|pre_logits)/.*|(head|head_dist|pre_logits|\w*classifier|pooler|decoder|text_model)\..*"
     r"|(text_projection|visual_projection)\.\w+|logit_(scale|bias)"
     r"|(embeddings\.)?(mask_token|position_ids)"
 )
@@ -123,6 +126,19 @@ def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray
         except (ValueError, IndexError) as error:
             raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
     return _complete(renamed)
+
+
+def without_wrapper(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
+    """Returns the arrays without a wrapper's prefix, "" for none, and the prefix.
+
+    All arrays that determine features must have it.
+    """
+    names, prefix = [name for name in arrays if not _is_skipped(name)], ""
+    while match := _WRAPPER.match(names[0], len(prefix)) if names else None:
+        if not all(name.startswith(prefix + match[0]) for name in names):
+            break
+        prefix += match[0]
+    return {name.removeprefix(prefix): array for name, array in arrays.items()}, prefix
 
 
 def used(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

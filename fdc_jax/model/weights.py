@@ -1,6 +1,7 @@
 """Pretrained weights: strict reading of `.npz` and `.safetensors` files into parameter trees."""
 
 import base64
+import logging
 import math
 import os
 import re
@@ -17,6 +18,8 @@ from flax import traverse_util
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_npz, read_safetensors, sha256, write_npz
 from fdc_jax.model import layouts, vit
+
+_log = logging.getLogger(__name__)
 
 AUGREG_BUCKET = "https://storage.googleapis.com/vit_models/augreg/"
 # The ImageNet-21k checkpoints that timm calls `*_patch16_224.augreg_in21k`.
@@ -91,7 +94,7 @@ def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Vari
     """
     if weights not in NAMED:
         path = _existing(weights)
-        return layouts.describe(_read(path), path, heads)
+        return layouts.describe(_read(path)[0], path, heads)
     if variant not in vit.VARIANTS:
         raise InputError(
             f"encoder.variant: expected one of {', '.join(vit.VARIANTS)}, found {variant!r}"
@@ -146,7 +149,9 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
     model: Any = vit.build(variant, image_size)
     shapes = vit.parameter_shapes(model, image_size)
     expected: dict[str, Any] = dict(traverse_util.flatten_dict(shapes, sep="/"))
-    stored = _read(path)
+    stored, prefix = _read(path)
+    if prefix:
+        _log.warning("%s: ignored %r, with which the names of all arrays begin", path, prefix)
     arrays = layouts.rename(stored, path)
     positions = resized = arrays.get(layouts.POSITIONS)
     if positions is not None and positions.ndim == 3 and not model.variant.rotary:
@@ -175,25 +180,31 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
 
 def used(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Returns the arrays of a checkpoint that become parameters, under their own names."""
-    return layouts.used(_read(Path(path)))
+    return layouts.used(_read(Path(path))[0])
 
 
 def _first(names: list[str]) -> str:
     return f" (first: {names[0]})" if names else ""
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    if path.suffix in (".pth", ".pt", ".bin", ".ckpt"):
+def _read(path: Path) -> tuple[dict[str, np.ndarray], str]:
+    """Returns the arrays of a file, and the prefix that `layouts.without_wrapper` removed."""
+    suffix = path.suffix.lower()
+    if suffix in (".pth", ".pt", ".bin", ".ckpt"):
         raise InputError(
             f'{path}: expected a .npz or .safetensors file; PyTorch converts it: python -c "import '
             f"torch, safetensors.torch as s; s.save_file(torch.load('{path.name}', weights_only="
             f"True), '{path.stem}.safetensors')\""
         )
-    if path.suffix != ".npz":
+    if suffix == ".safetensors":
+        arrays = read_safetensors(path)
+    elif suffix == ".npz":
+        arrays = {name.removeprefix("opt/target/"): a for name, a in read_npz(path).items()}
+        # NumPy writes bfloat16 as two bytes without a type.
+        arrays = {n: a.view(jnp.bfloat16) if a.dtype == "V2" else a for n, a in arrays.items()}
+    else:
         raise InputError(f"{path}: expected a .npz or .safetensors file, found {path.suffix!r}")
-    return {name.removeprefix("opt/target/"): array for name, array in read_npz(path).items()}
+    return layouts.without_wrapper(arrays)
 
 
 def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int = 1) -> np.ndarray:

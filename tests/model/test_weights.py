@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import sha256
@@ -57,9 +58,36 @@ def test_other_forms_of_a_checkpoint(tmp_path, arrays):
     path = tmp_path / "other.npz"
     np.savez(path, **{f"opt/target/{name}": array for name, array in arrays.items()})
     assert_same(load(path).params, without_head(arrays))
-    halves = {name: array.astype(np.float16) for name, array in without_head(arrays).items()}
-    np.savez(path, **halves)
-    assert_same(load(path).params, {name: each.astype(np.float32) for name, each in halves.items()})
+    for dtype in (np.float16, jnp.bfloat16):
+        halves = {name: array.astype(dtype) for name, array in without_head(arrays).items()}
+        np.savez(path, **halves)
+        wide = {name: array.astype(np.float32) for name, array in halves.items()}
+        assert_same(load(path).params, wide)
+
+
+def test_the_representation_layer_before_a_head_is_skipped(tmp_path, arrays):
+    """Checkpoints of ImageNet-21k have one, which is no part of the features."""
+    path, more = tmp_path / "upper.NPZ", {"pre_logits/kernel": np.ones((24, 24), np.float32)}
+    with path.open("wb") as file:
+        np.savez(file, **arrays, **more, **{"pre_logits/bias": np.ones(24, np.float32)})
+    loaded = load(path)
+    assert_same(loaded.params, without_head(arrays))
+    assert loaded.skipped[-2:] == ("pre_logits/bias", "pre_logits/kernel")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "backbone.", "model.backbone."])
+def test_a_wrappers_prefix_of_all_names_is_ignored_and_said(tmp_path, caplog, arrays, prefix):
+    path, own = tmp_path / "wrapped.SafeTensors", load_file(GOLDEN / "timm.safetensors")
+    wrapped = {prefix + name: array for name, array in own.items() if "head" not in name}
+    save_file(wrapped | {"head.weight": own["head.weight"]}, path)
+    loaded = load(path)
+    assert_same(loaded.params, without_head(arrays))
+    assert loaded.skipped == ("head.weight",) and f"ignored '{prefix}'" in caplog.text
+    caplog.clear()
+    save_file(wrapped | {"projector": own["head.weight"]}, path)
+    with pytest.raises(InputError, match=f"unknown .first: {prefix}"):
+        load(path)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
