@@ -41,7 +41,7 @@ def project(projector, x):
     for layer in projector[:-1]:
         hidden = hidden @ layer.weight + layer.bias
         hidden = hidden * (1.0 + _erf(hidden / math.sqrt(2.0))) / 2.0
-    correction = hidden @ projector[-1].weight + projector.out.bias
+    correction = hidden @ projector[-1].weight + projector[-1].bias
     return x + 1.0 / (1.0 + np.exp(-correction))
 
 
