@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,36 +173,22 @@ def _name() -> str:
 
 
 def usage() -> str:
-    """Returns the flags, and every field of a configuration with its type, default and comment."""
+    """Returns the flags, and every field of a configuration with its default and comment."""
     lines = [f"usage: {Path(sys.argv[0]).name} --config=NAME [--config.FIELD=VALUE ...]", ""]
-    lines += [FLAGS.module_help(sys.modules[__name__]), "", "Fields of a configuration:", ""]
-    for field, kind, default, comment in (*_fields(), *_options()):
-        text = f"{comment} ({kind}, default {default!r})".lstrip()
-        first = f"  --config.{field}: "
-        lines += textwrap.wrap(text, 96, initial_indent=first, subsequent_indent=" " * 8)
-    return "\n".join(lines)
-
-
-def _fields() -> Iterator[tuple[str, str, Any, str]]:
-    """Yields name, type, default and comment of every field of `base.py`."""
-    config, above = base.fields(), ""
+    lines += [FLAGS.module_help(sys.modules[__name__]), "", "Fields and their defaults:", ""]
     for line in inspect.getsource(base.fields).splitlines():
-        if match := re.fullmatch(r"    config\.([\w.]+) = .*?(?:  # (.*))?", line):
-            value: Any = config
-            for part in match[1].split("."):
-                value = value[part]
-            if not hasattr(value, "items"):
-                yield match[1], type(value).__name__, value, above + (match[2] or "")
-        comment = re.fullmatch(r"    # (.*)", line)
-        above = f"{above}{comment[1]} " if comment else ""
+        if re.match(r"    (#|config\.)", line) and not line.endswith("ConfigDict()"):
+            field = line[4:].replace("_any_type(0)", "0")
+            lines.append("  " + field.replace("config.", "--config.", 1))
+    return "\n".join([*lines, *_options()])
 
 
-def _options() -> Iterator[tuple[str, str, Any, str]]:
-    """Yields the same of the options of the package's learners, from the text of their files."""
+def _options() -> Iterator[str]:
+    """Yields lines about the options of the package's learners, from the text of their files."""
     for path in sorted(Path(__file__).with_name("learners").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.AnnAssign) and isinstance(call := node.value, ast.Call):
                 if ast.unparse(call.func) == "option":
                     default, _, comment = map(ast.literal_eval, call.args)
-                    name = f"learner.{path.stem}.{ast.unparse(node.target)}"
-                    yield name, ast.unparse(node.annotation), default, comment
+                    name = f"--config.learner.{path.stem}.{ast.unparse(node.target)}"
+                    yield f"  {name} = {default!r}  # {comment}"

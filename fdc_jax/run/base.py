@@ -1,5 +1,6 @@
 """Settings, one field a line: the paper's, and our choices where it has none (docs/choices.md)."""
 
+import functools
 from typing import Any
 
 import ml_collections
@@ -18,24 +19,26 @@ def get_config(
     """
     from fdc_jax import learners  # loads JAX
 
-    config: Any = fields(benchmark)
-    config.learner.name = learner
+    config: Any = fields()
+    config.benchmark, config.learner.name = benchmark, learner
     config.learner.update(learners.defaults(benchmark, learner))
     config.lock()
     return config
 
 
-def fields(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
+_any_type = functools.partial(config_dict.FieldReference, field_type=object)
+
+
+def fields() -> ml_collections.ConfigDict:
     """Returns the settings without the options of learners; the comments are those of --help."""
     config = ml_collections.ConfigDict()
 
-    config.benchmark = benchmark  # as in docs/data.md, or a name of your own; empty: the source's
+    config.benchmark = "cifar100"  # as in docs/data.md, or a name of your own; empty: the source's
     config.seed = (1,)  # training seeds, one run each: --config.seed=1,2,3
     config.class_order_seed = 1993  # PILOT's permutation of the classes; -1: the order given
     config.class_order = ()  # with -1: a file with all class names, one a line, or the names
-    # A number, or a list of one for each task; 0: the paper's number for the benchmark, a fifth of
-    # the classes for other data.
-    config.classes_per_task = config_dict.FieldReference(0, field_type=object)
+    # A number, or a list such as 10,5,5; 0: the paper's number for the benchmark, else a fifth.
+    config.classes_per_task = _any_type(0)
     config.num_tasks = 0  # stop after so many, and go on later with more; 0: all
     config.precision = "parity"  # parity: float32, exact products; fast: bfloat16 activations
     config.cache_dir = ""  # downloads, compiled programs, E_0 features; empty: the user's cache
@@ -47,9 +50,7 @@ def fields(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.encoder.variant = "B/16"  # of augreg, Ti/16 to L/16; any other file states its own
     config.encoder.weights = "augreg"  # the public file; digits; or a path, see docs/encoders.md
     config.encoder.image_size = 224  # pixels, 0: the file's; tests resize to 256/224 of it first
-    config.encoder.heads = (
-        0  # of a plain timm file without config.json; any other file states its own
-    )
+    config.encoder.heads = 0  # of a plain timm file without config.json; others state their own
     config.encoder.attention = "auto"  # cudnn, a fused kernel, on NVIDIA GPUs in fast mode, or xla
 
     config.data = ml_collections.ConfigDict()
