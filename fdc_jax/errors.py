@@ -169,6 +169,10 @@ def outcome(error: BaseException) -> tuple[int, str] | None:
         if isinstance(error, kind):
             text = line(error) if isinstance(error, OSError) else str(error)
             return code, _LINES.get(type(error), text or type(error).__name__)
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.endswith("xla_bridge.py"):
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        return 2, f"JAX_PLATFORMS={platforms}: JAX finds no such device here ({line(error)})"
     return None
 
 

@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -97,6 +99,15 @@ def test_a_standard_output_that_takes_nothing(ending, code, said, tmp_path):
     assert (done.returncode, done.stderr.strip()) == (code, said)
 
 
+def test_a_flag_given_twice_is_refused(capsys):
+    program = Program("predict", "")
+    program.add_argument("--output")
+    program.add_argument("--sweep", action="append", default=[])
+    assert program.run(lambda options: None, ["--sweep=a", "--sweep=b"]) == 0
+    assert program.run(lambda options: None, ["--output=a", "--output", "b"]) == 2
+    assert capsys.readouterr().err == "fdc_jax.predict: --output is given twice\n"
+
+
 def test_what_is_no_name(monkeypatch, capsys):
     def said(*words):
         monkeypatch.setattr(sys, "argv", ["fdc", *words])
@@ -109,6 +120,21 @@ def test_what_is_no_name(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         said("posthic")
     assert "found 'posthic'; did you mean posthoc?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("run", "--config=digits"), ("posthoc", "example")])
+def test_a_device_that_is_not_there_is_one_line(words, tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-m", "fdc_jax", *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    line = f"fdc_jax.{words[0]}: JAX_PLATFORMS=cuda: JAX finds no such device here"
+    assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("given", ["omnibench", "configs/omnibench.py"])

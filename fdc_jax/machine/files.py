@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import glob
 import hashlib
 import io
@@ -14,6 +15,7 @@ import secrets
 import shutil
 import socket
 import stat
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -87,9 +89,23 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def user_cache() -> Path:
-    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder, for the user alone."""
+    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder, for the user alone.
+
+    If nothing can be written there, it is a folder that ends with the process.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return private_folder(Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax"))
+    folder = private_folder(Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax"))
+    return folder if os.access(folder, os.W_OK) else Path(_temporary_cache(folder).name)
+
+
+@functools.cache
+def _temporary_cache(instead_of: Path) -> tempfile.TemporaryDirectory[str]:
+    _log.warning(
+        "cannot write %s: downloads, compiled programs and features of E_0 end with this process; "
+        "name another folder: --config.cache_dir=FOLDER or $FDC_JAX_CACHE",
+        instead_of,
+    )
+    return tempfile.TemporaryDirectory(prefix="fdc_jax_")
 
 
 def private_folder(folder: Path) -> Path:

@@ -1,13 +1,18 @@
 """All seeds of a configuration, one after the other: `run`."""
 
 import contextlib
+import inspect
+import itertools
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fdc_jax import errors
+import jax
+
+from fdc_jax import errors, learners
 from fdc_jax.errors import InputError, StopRequest, counted, stop_on_signals
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
@@ -39,7 +44,7 @@ def run(
         stop.agree = processes.Agreement()
     quiet = quiet or not processes.is_first()
     stop.poll()
-    with _explained(config), contextlib.ExitStack() as held:
+    with jax.enable_x64(False), _explained(config), contextlib.ExitStack() as held:
         setup, folders = _set_up(config, workdir, quiet)
         fields, own = configuration.flatten(config), configuration.OF_A_HOST
         shared = {f"config.{name}": value for name, value in fields.items() if name not in own}
@@ -61,7 +66,7 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
 
     Raises InputError as `run` does.
     """
-    with _explained(config):
+    with jax.enable_x64(False), _explained(config):
         setup, folders = _set_up(config, workdir, quiet)
         # Images of the user's own may become more.
         fields = configuration.flatten(config) | {"weights sha256": setup.pretrained.sha256}
@@ -147,11 +152,23 @@ def _explained(config: Config) -> Iterator[None]:
                 f"{config.train.batch_size}) or config.evaluation.batch_size (now "
                 f"{config.evaluation.batch_size})"
             ) from error
-        file = getattr(sys.modules.get(config.learner.name), "__file__", None)
-        frames = traceback.extract_tb(error.__traceback__)
-        if errors.outcome(error) or file not in [frame.filename for frame in frames]:
+        name = config.learner.name
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if errors.outcome(error) or file is None:
             raise
-        raise InputError(f"learner.name: {config.learner.name}: {errors.origin(error)}") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        methods = [frame.name for frame in frames if frame.filename == file]
+        if called := re.match(rf"{learners.find(name).__name__}\.(\w+)\(\)", str(error)):
+            methods.append(called[1])  # by the package, with arguments that it does not take
+        if not methods:
+            raise
+        text = f"learner.name: {name}: {errors.origin(error)}"
+        declared = (getattr(learners.Learner, method, None) for method in methods)
+        for method in itertools.islice(filter(callable, declared), 1):
+            given = inspect.signature(method).parameters.values()
+            names = [it.name for it in given if it.default is it.empty]
+            text += f"; expected {method.__name__}({', '.join(names)})"
+        raise InputError(f"{text}; --traceback shows the calls") from error
 
 
 @processes.on_first

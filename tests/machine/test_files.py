@@ -26,6 +26,7 @@ from fdc_jax.machine.files import (
     read_npz,
     read_safetensors,
     sha256,
+    user_cache,
     write_atomically,
     write_folder_atomically,
     write_npy,
@@ -241,3 +242,15 @@ def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):
         seeds.folders_of(digits.get_config(), "")
     with pytest.raises(InputError, match=f"^{tmp_path}/a: expected the work directory"):
         open_run("~/a")
+
+
+def test_a_cache_that_cannot_be_written_is_left_for_one_that_ends_with_the_process(
+    monkeypatch, caplog
+):
+    monkeypatch.setenv("FDC_JAX_CACHE", "/dev/null/cache")
+    folder = user_cache()
+    (folder / "a").write_text("b")
+    assert user_cache() == folder
+    (line,) = caplog.messages
+    assert line.startswith("cannot write /dev/null/cache: ")
+    assert "--config.cache_dir" in line and "$FDC_JAX_CACHE" in line

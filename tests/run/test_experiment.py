@@ -152,7 +152,11 @@ def test_what_is_kept_and_evaluated_on_the_way_has_no_effect(whole, cache, tmp_p
         (dict(classes_per_task=11), "config.classes_per_task: expected at most the 10"),
         (dict(encoder__weights="/nowhere.npz"), "found no file /nowhere.npz"),
         (dict(learner__name="tests.learners.grows"), "must return a state like that of"),
-        (dict(learner__name="tests.fails_in_loss"), r"fails_in_loss.py, line \d+: ZeroDivision"),
+        (
+            dict(learner__name="tests.fails_in_loss"),
+            r"fails_in_loss.py, line \d+: ZeroDivisionError: .*; expected loss\(self, backbone, "
+            r"frozen, trained, batch\); --traceback shows the calls",
+        ),
     ],
 )
 def test_what_cannot_go_well_is_refused_in_one_line(cache, tmp_path, fields, message):

@@ -301,6 +301,13 @@ def test_an_order_is_read_from_its_file(tmp_path):
     for _ in range(2):
         configuration.validate(given)
         assert given.class_order == ALL
+    order.write_bytes("\n".join(ALL).encode("utf-8-sig"))
+    given = config("trees", "cache", class_order=(str(order),))
+    configuration.validate(given)
+    assert given.class_order == ALL
+    order.write_bytes("\n".join(ALL).encode("utf-16"))
+    with pytest.raises(InputError, match=r"config\.class_order: .*order\.txt: expected UTF-8"):
+        configuration.validate(config("trees", "cache", class_order=(str(order),)))
     order.unlink()
     with pytest.raises(FileNotFoundError, match=r"order\.txt"):
         configuration.validate(config("trees", "cache", class_order=(str(order),)))
