@@ -23,6 +23,7 @@ PROGRAMS = {
 def main() -> None:
     """Runs the program that the first word of the command line names."""
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
+    os.environ["JAX_ENABLE_X64"] = "0"  # before JAX is imported
     if name == "run":
         with stop_on_signals() as stop:
             from absl import app

@@ -111,6 +111,7 @@ def parse(argv: list[str]) -> list[str]:
     # of a few hundred rows gain nothing from them. XLA's start-up notes are of no use.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["JAX_ENABLE_X64"] = "0"  # before JAX loads, too
     with errors.Ending(TITLE, "--traceback" in argv) as ending:
         if {"--help", "-h"} & {*argv}:
             print(usage())

@@ -42,6 +42,7 @@ _log = logging.getLogger("fdc_jax.export")  # not __name__, which is __main__ in
 _WEIGHTS_CONFIGS = ("config.json", "preprocessor_config.json")
 
 
+@jax.enable_x64(False)
 def write(
     workdir: str | os.PathLike[str],
     output: str | os.PathLike[str],

@@ -1,12 +1,33 @@
-"""What post-hoc methods leave to the precision of a device, seen in the programs they compile."""
+"""Precision: products of post-hoc methods, in the programs they compile, and JAX's 64-bit mode."""
 
 import re
 
 import jax
+import numpy as np
+import pandas as pd
 import pytest
 
+import fdc_jax
+from fdc_jax import export
 from fdc_jax.posthoc.__main__ import main
+from tests import small_runs
 from tests.learners import toy
+
+
+def test_a_program_in_64_bit_mode_gets_the_same_numbers(whole, cache, tmp_path):
+    def answers(folder):
+        run = fdc_jax.open_run(folder)
+        return run.predict(run.test_images(np.arange(8)))
+
+    with jax.enable_x64(True):
+        small_runs.run(small_runs.config(cache), tmp_path / "run")
+        found = answers(tmp_path / "run")
+        export.write(tmp_path / "run", tmp_path / "out")
+        exported = fdc_jax.open_run(tmp_path / "out")
+        again = exported.predict(fdc_jax.open_run(whole).test_images(np.arange(8)))
+    small_runs.same_outcome(whole, tmp_path / "run")
+    pd.testing.assert_frame_equal(found, answers(whole))
+    pd.testing.assert_frame_equal(again, answers(whole))
 
 
 @pytest.mark.ci

@@ -98,6 +98,7 @@ class Run(RunPaths):
         self.results = self.read_results()
 
     @functools.cached_property
+    @jax.enable_x64(False)
     def encoders(self) -> Encoders:
         """Network, learner and pretrained weights, from which all encoders follow."""
         config = self._configuration()
@@ -156,6 +157,7 @@ class Run(RunPaths):
         return list(self._known.classes)[: sum(self._known.sizes)] if kept is None else kept
 
     @functools.cached_property
+    @jax.enable_x64(False)
     def _saved(self) -> tuple[Any, int]:
         """State of the learner from the newest readable checkpoint, and its number of tasks."""
         if self.exported:
@@ -169,6 +171,7 @@ class Run(RunPaths):
             return tree["state"], cursor["tasks_done"]
         raise InputError(f"{self.checkpoints_folder}: expected a checkpoint of the run, found none")
 
+    @jax.enable_x64(False)
     def encoder(self, t: int) -> Replaced:
         """Returns the parameters that E_t has in place of those of E_0; t counts tasks.
 
@@ -210,6 +213,7 @@ class Run(RunPaths):
                     f"{expected.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
                 )
 
+    @jax.enable_x64(False)
     def heads(self) -> list[Any]:
         """Returns the heads of all tasks that were trained."""
         if self.exported:
@@ -277,6 +281,7 @@ class Run(RunPaths):
             )
         return loaded
 
+    @jax.enable_x64(False)
     def predict(self, images: Any, top: int = 5, method: str | None = None) -> Any:
         """Predicts the classes of images.
 
@@ -319,6 +324,7 @@ class Run(RunPaths):
                 )
         return columns
 
+    @jax.enable_x64(False)
     def features(self, images: UInt8[np.ndarray, "n s s 3"], t: int) -> Float[np.ndarray, "n d"]:
         """Returns features by E_t of images, such as those of `test_images`."""
         parts = np.split(images, range(0, len(images), self.config["evaluation.batch_size"])[1:])
