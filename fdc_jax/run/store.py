@@ -105,7 +105,8 @@ class Store(RunPaths):
             present = "other images" if changed[0] in now else "no such class"
             raise InputError(
                 f"{self.folder}: expected the class {changed[0]} of {self._config.benchmark} as "
-                f"this run knows it, found {present}; put it back, or choose another --workdir"
+                f"this run knows it, found {present}; a run learns a class once: put the class "
+                "back as it was, or learn all images anew with another --workdir"
             )
         same = Known(now, own[PLANNED]).tasks[: len(known.tasks)] == known.tasks
         more = len(self._tasks.tasks) >= len(known.tasks)

@@ -212,7 +212,7 @@ def test_a_class_that_a_run_knows_stays_as_it_is(grown, cache, tmp_path, change,
     add(source, *OLD, *NEW)
     change(source)
     before = (first / "config.json").read_bytes()
-    message = rf"first: expected the class box of trees as this run knows it, found {found}; put it"
+    message = rf"first: expected the class box of trees as this run knows it, found {found}; a run"
     sizes = (*SIZES[:2], 2) if change is removed else SIZES
     with pytest.raises(InputError, match=message):
         small_runs.run(config(source, cache, classes_per_task=sizes), first)
