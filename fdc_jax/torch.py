@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Views = Callable[[Any, Any], Any]
 
 _LABELS = ("labels", "label")  # names in batches that are dictionaries
+_EXPECTED = "loader: expected batches (images, labels, ...) or dictionaries"
 _warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
@@ -149,10 +150,7 @@ def collect(
         for batch in loader:
             inputs, given = _parts(batch, device)
             if given is None:
-                raise InputError(
-                    "loader: expected batches (images, labels, ...) or dictionaries with labels, "
-                    "found none"
-                )
+                raise InputError(f"{_EXPECTED} with labels, found none")
             features = _rows(views(model, inputs))
             labels = label_array(torch.as_tensor(given).cpu(), "loader: labels")
             same_length(labels, features[0], "loader: labels")
@@ -190,9 +188,7 @@ def _parts(batch: Any, device: torch.device) -> tuple[Any, Any]:
         # A single tensor is a positional argument, since models name it differently.
         return (next(iter(inputs.values())) if len(inputs) == 1 else inputs), labels
     if not isinstance(batch, list | tuple) or not batch or not isinstance(batch[0], torch.Tensor):
-        raise InputError(
-            "loader: expected batches (images, labels, ...) or dictionaries of tensors"
-        )
+        raise InputError(f"{_EXPECTED} of tensors")
     return batch[0].to(device), batch[1] if len(batch) > 1 else None
 
 
@@ -341,7 +337,7 @@ class Calibrated(nn.Module):
         return state
 
     def set_extra_state(self, state: Any) -> None:
-        """Reads the result of `get_extra_state`; raises InputError if it is damaged."""
+        """Reads the result of `get_extra_state`; InputError if it is damaged."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "calibrator.npz")
             path.write_bytes(state["calibrator"].cpu().numpy().tobytes())

@@ -173,12 +173,7 @@ class Run(RunPaths):
 
     @jax.enable_x64(False)
     def encoder(self, t: int) -> Replaced:
-        """Returns the parameters that E_t has in place of those of E_0; t counts tasks.
-
-        Raises:
-            InputError: so many tasks were not trained, the learner does not keep that encoder, or
-                there is no checkpoint.
-        """
+        """Returns the parameters that E_t has in place of those of E_0; t counts tasks."""
         learner, backbone = self.encoders.learner, self.encoders.backbone
         if t == 0:
             return vit.pretrained_kernels(backbone)
@@ -206,12 +201,11 @@ class Run(RunPaths):
             return {name: f"{leaf.dtype}{[*leaf.shape]}" for name, leaf in flat.items()}
 
         found, expected = shapes(arrays), shapes(trained)
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                raise InputError(
-                    f"{self.merged_file}: {escaped(name)[:80]}: expected "
-                    f"{expected.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
-                )
+        for name, _ in sorted(found.items() ^ expected.items()):
+            raise InputError(
+                f"{self.merged_file}: {escaped(name)[:80]}: expected "
+                f"{expected.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
+            )
 
     @jax.enable_x64(False)
     def heads(self) -> list[Any]:
@@ -260,10 +254,8 @@ class Run(RunPaths):
         final = self.calibrator_file(name)
         paths = sorted(self.folder.glob(f"calibrators/{name}_*.npz")) + [final] * final.exists()
         if not paths:
-            raise InputError(
-                f"{self.folder}: has no calibrator {name}, expected one of "
-                f"{', '.join(self.calibrators)}"
-            )
+            known = ", ".join(self.calibrators)
+            raise InputError(f"{self.folder}: has no calibrator {name}, expected one of {known}")
         path = paths[-1]
         loaded, fresh = calibration.load(path), calibration.make(name)
         if type(loaded) is not type(fresh) or vars(loaded).get("view") != vars(fresh).get("view"):
@@ -304,11 +296,7 @@ class Run(RunPaths):
 
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:
-        """Columns of `predictions.npz`, one row per test image.
-
-        Raises:
-            InputError: the file is damaged, or its columns do not suit the results.
-        """
+        """Columns of `predictions.npz`, a row per test image, checked."""
         columns, results = read_npz(self.predictions_file), self.results or {}
         if "label" not in columns:
             raise InputError(f"{self.predictions_file}: expected labels, found none")
@@ -336,11 +324,7 @@ class Run(RunPaths):
         return devices.to_host(extract(backbone, [self.encoder(t)], batches)[0].features)
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
-        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
-
-        Raises:
-            InputError: the data cannot be read, or are not those of the run.
-        """
+        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled."""
         tasks, labels = self.tasks, self.predictions["label"]
         if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
             raise InputError(
