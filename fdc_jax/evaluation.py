@@ -36,36 +36,22 @@ class Gain(NamedTuple):
     std: float
     low: float
     high: float
-    confidence: float = _CONFIDENCE
 
 
 def pack(numbers: ArrayLike) -> str:
     """Returns whole numbers below 2^16 as text: base64 of zlib of little-endian uint16."""
-    found = np.asarray(numbers)
-    if found.size and not 0 <= found.min() <= found.max() < 2**16:
-        raise InputError(f"expected numbers from 0 to {2**16 - 1}, found {found.min()}")
-    return base64.b64encode(zlib.compress(found.astype("<u2").tobytes(), 9)).decode()
-
-
-def unpack(text: str, size: int, limit: int, place: str) -> Int[np.ndarray, " n"]:
-    """Returns what `pack` was given; InputError unless it is `size` numbers below `limit`."""
-    try:
-        packed = base64.b64decode(text, validate=True)
-        stream = zlib.decompressobj()
-        content = stream.decompress(packed, 2 * size + 1)
-        if not stream.eof or stream.unused_data:
-            raise ValueError("another length")
-        found = np.frombuffer(content, "<u2").astype(np.int64)
-    except (zlib.error, ValueError) as error:
-        raise InputError(f"{place}: not packed numbers ({error})") from error
-    if len(found) != size or found.max(initial=0) >= limit:
-        raise InputError(f"{place}: expected {size} numbers below {limit}")
-    return found
+    array = np.asarray(numbers)
+    if array.size and not 0 <= array.min() <= array.max() < 2**16:
+        raise InputError(f"expected numbers from 0 to {2**16 - 1}, found {array.min()}")
+    return base64.b64encode(zlib.compress(array.astype("<u2").tobytes(), 9)).decode()
 
 
 def accuracy(true_label: ArrayLike, predicted_label: ArrayLike) -> float:
     """Returns the percentage of equal entries of two label vectors [n]."""
-    right = np.asarray(true_label) == np.asarray(predicted_label)
+    return _percent(np.asarray(true_label) == np.asarray(predicted_label))
+
+
+def _percent(right: Bool[np.ndarray, " n"]) -> float:
     return 100.0 * float(np.sum(right)) / len(right)
 
 
@@ -79,17 +65,16 @@ def decompose(
     """
     routed, right = scores.task == tasks, scores.label == labels
     oracle_right = scores.label_in_task(tasks) == labels
-    cells = {
-        "accuracy": right,
-        "routing_accuracy": routed,
-        "oracle_accuracy": oracle_right,
-        "right_task_right_class": routed & right,
-        "right_task_wrong_class": routed & ~right,
-        "wrong_task_oracle_right": ~routed & oracle_right,
-        "wrong_task_oracle_wrong": ~routed & ~oracle_right,
+    return {
+        "num_samples": len(labels),
+        "accuracy": _percent(right),
+        "routing_accuracy": _percent(routed),
+        "oracle_accuracy": _percent(oracle_right),
+        "right_task_right_class": _percent(routed & right),
+        "right_task_wrong_class": _percent(routed & ~right),
+        "wrong_task_oracle_right": _percent(~routed & oracle_right),
+        "wrong_task_oracle_wrong": _percent(~routed & ~oracle_right),
     }
-    shares = {name: 100.0 * float(np.sum(holds)) / len(labels) for name, holds in cells.items()}
-    return {"num_samples": len(labels), **shares}
 
 
 def task_confusion(
@@ -102,23 +87,14 @@ def task_confusion(
 
 
 def task_accuracies(
-    true_task: ArrayLike, true_label: ArrayLike, predicted_label: ArrayLike, num_tasks: int
-) -> Float[np.ndarray, " t"]:
-    """Accuracy over the samples of each true task; NaN for a task without samples.
+    true_task: Int[np.ndarray, " n"], right: Bool[np.ndarray, " n"]
+) -> list[float | None]:
+    """Returns the share of right samples of each true task; None for a task without samples.
 
     The mean of these numbers weights tasks equally and differs from `accuracy` when task sizes do.
     """
-    task, label, predicted = map(np.asarray, (true_task, true_label, predicted_label))
-    totals = np.bincount(task, minlength=num_tasks)
-    right = np.bincount(task, weights=label == predicted, minlength=num_tasks)
-    return np.where(totals > 0, 100.0 * right / np.maximum(totals, 1), np.nan)
-
-
-def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean and sample standard deviation over seeds; the latter is NaN for one seed."""
-    array = np.asarray(values, np.float64)
-    std = float(np.std(array, ddof=1)) if array.size > 1 else float("nan")
-    return float(np.mean(array)), std
+    totals, hits = np.bincount(true_task), np.bincount(true_task, weights=right)
+    return [100.0 * hit / total if total else None for hit, total in zip(hits, totals, strict=True)]
 
 
 def calibration_error(probability: Float[np.ndarray, " n"], right: Bool[np.ndarray, " n"]) -> float:
@@ -137,6 +113,16 @@ def chance_calibration_error(probability: Float[np.ndarray, " n"]) -> float:
     return float(np.mean([calibration_error(probability, right) for right in draws]))
 
 
+# Intervals ---------------------------------------------------------------------------------------
+
+
+def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Mean and sample standard deviation over seeds; the latter is NaN for one seed."""
+    array = np.asarray(values, np.float64)
+    std = float(np.std(array, ddof=1)) if array.size > 1 else math.nan
+    return float(np.mean(array)), std
+
+
 def student(values: ArrayLike, low: float = -math.inf, high: float = math.inf) -> Gain:
     """Mean over seeds, sample std and Student t interval, cut to a range.
 
@@ -149,16 +135,6 @@ def student(values: ArrayLike, low: float = -math.inf, high: float = math.inf) -
     quantile = float(scipy.special.stdtrit(array.size - 1, 0.5 + _CONFIDENCE / 2))
     reach = quantile * std / array.size**0.5
     return Gain(mean, std, max(mean - reach, low), min(mean + reach, high))
-
-
-def paired_gain(before: ArrayLike, after: ArrayLike) -> Gain:
-    """Gain within each seed; see `student`.
-
-    Args:
-        before: one accuracy per seed.
-        after: accuracies of the same seeds in the same order.
-    """
-    return student(np.asarray(after, np.float64) - np.asarray(before, np.float64))
 
 
 def welch(values: Sequence[float], mean: float, std: float, count: float) -> Gain:
@@ -211,7 +187,7 @@ def sample_gain(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> G
     return Gain(100 * gain, 100 * std, 100 * (middle - reach), 100 * (middle + reach))
 
 
-# Several calibrators ------------------------------------------------------------------------------
+# Several calibrators -----------------------------------------------------------------------------
 
 
 def measure(
@@ -232,29 +208,25 @@ def measure(
             those of the predicted labels are from the share of right ones, and
             `chance_calibration_error` how far that would be by chance alone.
     """
-    count = int(tasks.max()) + 1
-    found = {name: decompose(each, labels, tasks) for name, each in scores.items()}
-    predicted = {name: each.label for name, each in scores.items()}
+    parts = {name: decompose(of, labels, tasks) for name, of in scores.items()}
+    predicted = {name: of.label for name, of in scores.items()}
     predicted["oracle"] = scores["raw"].label_in_task(tasks)
-    sure, chance = {}, {}
-    if probabilities is not None:
-        for name, each in scores.items():
-            said = of_labels(probabilities, each.classes, each.label)
-            sure[name] = calibration_error(said, each.label == labels)
-            chance[name] = chance_calibration_error(said)
-    return {
-        "accuracy": {name: accuracy(labels, each) for name, each in predicted.items()},
-        "routing_accuracy": {name: each["routing_accuracy"] for name, each in found.items()},
-        "decomposition": found,
-        "task_accuracy": {
-            name: [
-                None if np.isnan(value) else float(value)
-                for value in task_accuracies(tasks, labels, each, count)
-            ]
-            for name, each in predicted.items()
-        },
-        **({"calibration_error": sure, "chance_calibration_error": chance} if sure else {}),
+    right = {name: label == labels for name, label in predicted.items()}
+    measures: dict[str, Any] = {
+        "accuracy": {name: _percent(of) for name, of in right.items()},
+        "routing_accuracy": {name: part["routing_accuracy"] for name, part in parts.items()},
+        "decomposition": parts,
+        "task_accuracy": {name: task_accuracies(tasks, of) for name, of in right.items()},
     }
+    if probabilities is not None:
+        sure = {name: of_labels(probabilities, of.classes, of.label) for name, of in scores.items()}
+        measures["calibration_error"] = {
+            name: calibration_error(of, right[name]) for name, of in sure.items()
+        }
+        measures["chance_calibration_error"] = {
+            name: chance_calibration_error(of) for name, of in sure.items()
+        }
+    return measures
 
 
 def predictions(
@@ -262,10 +234,10 @@ def predictions(
 ) -> dict[str, Int[np.ndarray, " n"]]:
     """Returns the columns of `predictions.npz`; arguments as of `measure`."""
     columns = {"label": labels, "task": tasks, "oracle_label": scores["raw"].label_in_task(tasks)}
-    for name, each in scores.items():
-        columns |= {f"{name}_label": each.label, f"{name}_task": each.task}
+    for name, of in scores.items():
+        columns |= {f"{name}_label": of.label, f"{name}_task": of.task}
         if METHODS[name].has_components:  # TSF changes the logits within a task, too.
-            columns[f"{name}_oracle_label"] = each.label_in_task(tasks)
+            columns[f"{name}_oracle_label"] = of.label_in_task(tasks)
     return {name: column.astype(np.int32) for name, column in columns.items()}
 
 

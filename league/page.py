@@ -15,8 +15,7 @@ from fdc_jax import evaluation
 from fdc_jax.calibration import METHODS
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import write_text
-from fdc_jax.report import drawing
-from fdc_jax.report.formatting import spread
+from fdc_jax.report import drawing, formatting
 from league import records
 
 ROOT = Path(__file__).parent
@@ -40,7 +39,7 @@ def right(record: dict[str, Any]) -> Float[np.ndarray, " n"]:
     """Returns 1 for correctly classified test images, 0 for the others."""
     label, task_of = records.truth(record)
     text = record["predictions"]["label"]
-    return (evaluation.unpack(text, len(label), len(task_of), "label") == label).astype(float)
+    return (records.unpack(text, len(label), len(task_of), "label") == label).astype(float)
 
 
 def behind(first: Row, other: Row) -> tuple[float, float]:
@@ -54,6 +53,11 @@ def reached(row: Row) -> list[str]:
     """Returns the accuracy after the last task and its mean over tasks."""
     averages = [float(np.mean(record["curve"])) for record in row]
     return [spread([record["accuracy"] for record in row]), spread(averages)]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Returns mean and sample standard deviation over seeds as text."""
+    return formatting.mean(evaluation.student(values)._asdict())
 
 
 def mean(row: Row, name: str) -> float | None:

@@ -4,9 +4,11 @@
 record from its predictions again.
 """
 
+import base64
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,9 +83,7 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
     label, task_of = truth(record)
     task, predictions = task_of[label], record["predictions"]
     num_classes, num_tasks = len(task_of), len(record["classes_per_task"])
-    predicted = evaluation.unpack(
-        predictions["label"], len(label), num_classes, "predictions.label"
-    )
+    predicted = unpack(predictions["label"], len(label), num_classes, "predictions.label")
     after = predictions.get("label_after") or []
     if len(after) not in (0, num_tasks):
         raise InputError(f"predictions.label_after: expected {num_tasks}, found {len(after)}")
@@ -92,7 +92,7 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
     curve = []
     for t, text in enumerate(after):
         seen, known = label[task <= t], int(np.sum(task_of <= t))
-        then = evaluation.unpack(text, len(seen), known, f"predictions.label_after.{t}")
+        then = unpack(text, len(seen), known, f"predictions.label_after.{t}")
         curve.append(evaluation.accuracy(seen, then))
     accuracy = evaluation.accuracy(label, predicted)
     numbers = {
@@ -101,8 +101,24 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
         "routing_accuracy": evaluation.accuracy(task, task_of[predicted]),
     }
     if text := predictions.get("task_rank"):
-        rank = evaluation.unpack(text, len(label), num_tasks, "predictions.task_rank")
+        rank = unpack(text, len(label), num_tasks, "predictions.task_rank")
         numbers["task_recall"] = {str(k): 100.0 * float(np.mean(rank < k)) for k in RECALL}
+    return numbers
+
+
+def unpack(text: str, size: int, limit: int, place: str) -> Int[np.ndarray, " n"]:
+    """Reads what `evaluation.pack` wrote; InputError unless `size` numbers below `limit`."""
+    try:
+        packed = base64.b64decode(text, validate=True)
+        stream = zlib.decompressobj()
+        content = stream.decompress(packed, 2 * size + 1)
+        if not stream.eof or stream.unused_data:
+            raise ValueError("another length")
+        numbers = np.frombuffer(content, "<u2").astype(np.int64)
+    except (zlib.error, ValueError) as error:
+        raise InputError(f"{place}: not packed numbers ({error})") from error
+    if len(numbers) != size or numbers.max(initial=0) >= limit:
+        raise InputError(f"{place}: expected {size} numbers below {limit}")
     return numbers
 
 

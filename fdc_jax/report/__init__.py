@@ -1,6 +1,6 @@
 """What people look at: tables on the screen, and the report about finished runs.
 
-runs (`runs`) -> frames (`quantities`, `frames`, `analysis`) -> tables and figures (`tables`,
+runs (`runs`) -> numbers (`quantities`, `analysis`) -> tables and figures (`tables`,
 `reference`, `figures`) -> the screen (`console`) and the page (`page`).
 """
 
@@ -24,30 +24,27 @@ def write(
     host: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> Path:
-    """Writes the report of some run folders: `report.html`, `tables/` and `figures/`.
+    """Writes `report.html`, `tables/` and `figures/` of some run folders; returns the page's path.
 
     Folders that cannot be used are named on standard error and in the page, and skipped.
 
     Args:
         paths: run folders; another folder stands for all run folders at any depth in it.
         output: folder that receives the report, made when missing.
-        sweep: settings of FDC to vary, see `fdc_jax.report.analysis`; by default the paper's.
-        references: CSV files, see `fdc_jax.report.reference`; of one name the last counts.
+        sweep: values of settings of FDC by name, see `runs.analyse`.
+        references: CSV files, see `reference`; of one name the last counts.
         data: folder of the images of the runs, for pictures, see `fdc_jax.open_run`.
         host: the same of a run's own configuration, see there.
         quiet: print nothing.
 
-    Returns:
-        Path of the page.
-
     Raises:
-        InputError: no folder is usable, a file given is not as expected, or `output` cannot be
-            written.
+        InputError: no folder is usable, a file given is not as expected, a package is missing, or
+            `output` cannot be written.
     """
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
     import tqdm
 
-    from fdc_jax.report import analysis, classes, figures, page, pictures, reference, runs, tables
+    from fdc_jax.report import classes, figures, page, pictures, reference, runs, tables
 
     def say(text: str) -> None:
         if not quiet:
@@ -56,17 +53,17 @@ def write(
     folder, hidden = named_path("--output", output), quiet or not sys.stderr.isatty()
     check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
-    compared = {reference.name_of(path): (path, reference.read(path)) for path in references}
+    compared = {Path(path).stem: (path, reference.read(path)) for path in references}
     groups, skipped = runs.load(paths, data, host)
-    for each in skipped:
-        say(f"skipped {each.path}: {each.reason}")
+    for path, reason in skipped.items():
+        say(f"skipped {path}: {reason}")
     if not groups:
-        reason = f"{skipped[0].path}: {skipped[0].reason}" if skipped else "none was given"
-        raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {reason}")
+        first = next((f"{path}: {reason}" for path, reason in skipped.items()), "none was given")
+        raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {first}")
     for path, lines in compared.values():
         reference.check_matches(path, lines, groups)
     for group in tqdm.tqdm(groups, "analyses", disable=hidden, leave=False):
-        analysis.analyse(group, sweep)
+        runs.analyse(group, sweep)
         for reason in group.missing:
             say(f"{group.name}: {reason}")
         runs.write_summary(group)
@@ -77,15 +74,14 @@ def write(
     drawn = figures.draw(groups)
     for drawing in drawn:
         figures.write(drawing, folder / "figures")
+    pages_of_classes: dict[int, str] = {}
+    for number, group in enumerate(groups, 1):
+        if (of := classes.load(group)) is not None:
+            of = classes.with_pictures(of, group) if len(groups) == 1 else of
+            pages_of_classes[number] = f"classes_{number}.html"
+            write_text(folder / pages_of_classes[number], page.render_classes(group, of))
     shown = [pictures.load(group.runs[0]) for group in groups]
-    of_classes: dict[int, str] = {}
-    for place, group in enumerate(groups, 1):
-        found = classes.load(group, shown[place - 1].class_names)
-        if found is not None:
-            found = classes.with_pictures(found, group) if len(groups) == 1 else found
-            of_classes[place] = f"classes_{place}.html"
-            write_text(folder / of_classes[place], page.render_classes(group, found))
-    text = page.render(groups, skipped, built, drawn, shown, of_classes)
+    text = page.render(groups, skipped, built, drawn, shown, pages_of_classes)
     write_text(folder / "report.html", text)
     if not quiet:
         count = sum(len(group.runs) for group in groups)

@@ -10,12 +10,12 @@ from fdc_jax.errors import InputError, Program
 
 def parser() -> Program:
     """Returns the options of the command."""
-    made = Program(
+    program = Program(
         "report",
         "Write a report about finished runs: report.html, tables (CSV, LaTeX) and figures (SVG, "
         "PDF, PNG). Nothing is trained.",
     )
-    add = made.add_argument
+    add = program.add_argument
     folders = "run folders, or folders of run folders at any depth"
     add("runs", nargs="*", help=folders)
     add("--output", default="report", help="folder to write (default report)")
@@ -25,7 +25,7 @@ def parser() -> Program:
     lines = "numbers to line up with these runs (fdc_jax/report/reference.py); repeatable"
     add("--reference", action="append", default=[], metavar="CSV", help=lines)
     add("--data", metavar="FOLDER", help="the images of the runs, for pictures; digits need none")
-    return made
+    return program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,14 +38,9 @@ def _write(options: argparse.Namespace) -> None:
         raise InputError("expected at least one run folder, such as runs/*")
     from fdc_jax.report import analysis  # which imports what takes seconds
 
-    report.write(
-        options.runs,
-        options.output,
-        sweep=analysis.sweep_of(options.sweep) if options.sweep else None,
-        references=options.reference,
-        data=options.data,
-        quiet=options.quiet,
-    )
+    sweep = analysis.sweep_of(options.sweep) if options.sweep else None
+    given = {"references": options.reference, "data": options.data, "quiet": options.quiet}
+    report.write(options.runs, options.output, sweep=sweep, **given)
 
 
 if __name__ == "__main__":

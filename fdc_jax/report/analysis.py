@@ -1,33 +1,44 @@
-"""Analyses of the saved features of runs: the paper's diagnostics and sweeps of FDC's settings."""
+"""Analyses of a run's saved features: no training, the paper's diagnostics, sweeps of FDC.
+
+Results are kept in the user's cache folder, so that a second report takes seconds.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
+from jaxtyping import Int
 
-from fdc_jax import evaluation
+from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import FDC, Settings
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
+from fdc_jax.machine.files import user_cache
 from fdc_jax.report import diagnostics
-from fdc_jax.report.kept import kept
-from fdc_jax.report.runs import Group
+
+Sweep = Mapping[str, Sequence[float]]
 
 # The paper's values, everything else at its default ("Hyperparameter Analysis of TSF and PAC"); of
 # `neighbours` all that are feasible.
-VALUES: dict[str, Sequence[float]] = {
+VALUES: Sweep = {
     "attenuation": (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0),
     "retained_energy": (0.5, 0.65, 0.70, 0.75, 0.80, 0.85, 0.95),
     "neighbours": (),
 }
-
+# Comparators on the features of the pretrained encoder alone: what no training comes to. With fewer
+# random features than in the RanPAC paper (10,000), which take minutes and gigabytes.
+UNTRAINED: dict[str, dict[str, Any]] = {
+    "ncm-pretrained": {},
+    "ranpac-pretrained": {"projections": 2_000},
+}
 _OF_EVERY_SEED = ("similarity", "residual_contributions")
 _OF_THE_FIRST = ("residual_distributions", "prototype_geometry")
-
-Sweep = Mapping[str, Sequence[float]]
 
 
 def sweep_of(flags: Sequence[str]) -> Sweep:
@@ -38,7 +49,7 @@ def sweep_of(flags: Sequence[str]) -> Sweep:
     Raises:
         InputError: no such setting, or no such values.
     """
-    found: dict[str, Sequence[float]] = {}
+    sweep: dict[str, Sequence[float]] = {}
     for flag in flags:
         name, _, listed = flag.partition(":")
         try:
@@ -47,53 +58,84 @@ def sweep_of(flags: Sequence[str]) -> Sweep:
             for value in values:
                 FDC(**{name: value})
             given = {"all": VALUES, "none": {}}.get(flag)
-            found |= {name: values or VALUES[name]} if given is None else given
+            sweep |= {name: values or VALUES[name]} if given is None else given
         except (KeyError, ValueError, InputError) as error:
-            known = ", ".join((*VALUES, "all"))
-            example = "with values as attenuation:0.1,0.3"
             raise InputError(
-                f"--sweep: expected one of {known}, or one {example}, found {flag!r} ({error})"
+                f"--sweep: expected one of {', '.join((*VALUES, 'all'))}, or one with values as "
+                f"attenuation:0.1,0.3, found {flag!r} ({error})"
             ) from error
-    return found
+    return sweep
 
 
-def analyse(group: Group, sweep: Sweep | None = None) -> None:
-    """Fills the analyses of a group and their numbers, and a line per reason why some are missing.
+def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[str, float]]:
+    """Returns diagnostics by name, and numbers by quantity.
 
     Args:
-        group: of `runs.load`.
-        sweep: values of settings of FDC by name. By default the paper's, for the learner whose
-            sweeps the paper shows.
+        run: one seed, as `fdc_jax.open_run` returns it.
+        sweep: values of settings of FDC by name; none stand for all that are feasible.
+        first: True for the seed whose distributions and prototypes are drawn.
+
+    Raises:
+        InputError: the run has no saved features, or no labels with them.
     """
-    if sweep is None:
-        sweep = VALUES if group.learner == "cumulative_lora" else {}
-    missing: dict[str, None] = {}
-    for run in group.runs:
-        folder, settings = run.folder / "features", _settings(run)
-        try:
-            names = (*_OF_EVERY_SEED, *_OF_THE_FIRST * (run is group.runs[0]))
-            results = _diagnosed(folder, settings, names)
-            if "similarity" not in results:
-                missing["no similarity: a single task"] = None
-            for name, value in results.items():
-                group.analyses.setdefault(name, []).append(value)
-            quantities = dict(_summaries(results))
-            for parameter, values in sweep.items():
-                for value in values or range(1, _feasible(folder) + 1):
-                    quantities |= accuracies(folder, settings, parameter, value)
-        except InputError as error:
-            missing[f"no diagnostics or sweeps: {error}"] = None
-            continue
-        for name, value in quantities.items():
-            group.numbers.loc[run.results["seed"], name] = value
-    group.missing.extend(missing)
+    folder, fields = run.folder / "features", dataclasses.fields(Settings)
+    config = {field.name: run.results["config"].get(f"fdc.{field.name}") for field in fields}
+    settings = {name: value for name, value in config.items() if value is not None}
+    results = _kept(_diagnosed, folder, settings, (*_OF_EVERY_SEED, *_OF_THE_FIRST * first))
+    numbers: dict[str, float] = {}
+    if "similarity" in results:
+        ranks = results["similarity"].corr(method="spearman")["error"].drop("error")
+        numbers |= ranks.add_prefix("correlation:").to_dict()
+    means = results["residual_contributions"].mean()
+    numbers |= means.add_prefix("contribution:").to_dict()
+    for parameter, values in sweep.items():
+        if not values:  # Classes without images have no prototype.
+            sizes = [len(np.unique(task.labels)) for task in _features(folder).tasks]
+            values = range(1, min(sizes) + 1)
+        for value in values:
+            numbers |= _kept(refitted, folder, settings, parameter, value)
+    return results, numbers
 
 
-def _settings(run: Any) -> dict[str, Any]:
-    """Returns the settings of a run's FDC; a field that the run does not have is the default."""
-    fields = [field.name for field in dataclasses.fields(Settings)]
-    values = {name: run.results["config"].get(f"fdc.{name}") for name in fields}
-    return {name: value for name, value in values.items() if value is not None}
+def untrained(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
+    """Returns columns of labels such as `ncm-pretrained_label`, a row per test image.
+
+    Empty if the run has no saved features of E_0, or if they are not of its predictions.
+    """
+    folder = run.folder / "features"
+    if not ((folder / "test_pretrained.npy").exists() and run.predictions_file.exists()):
+        return {}
+    true, labels = _kept(_untrained, folder)
+    return labels if np.array_equal(true, run.predictions["label"]) else {}
+
+
+# Functions of saved features ---------------------------------------------------------------------
+
+
+@functools.cache
+def _code() -> str:
+    """Returns a digest of the code that results depend on."""
+    package = Path(calibration.__file__).parents[1]
+    files = [f for room in ("calibration", "features") for f in (package / room).rglob("*.py")]
+    files += [Path(__file__), Path(diagnostics.__file__)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+def _kept(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+    """Returns the result of a function of a folder of saved features and of further arguments.
+
+    It is computed only if the features or the code have changed since the last time.
+    """
+    test = folder / "test_adapted.npy"
+    changed = test.stat().st_mtime_ns if test.exists() else 0
+    memory = joblib.Memory(user_cache() / "report", verbose=0)
+    return memory.cache(_called)(function, folder.absolute(), changed, _code(), *arguments)
+
+
+def _called(
+    function: Callable[..., Any], folder: Path, changed: int, code: str, *arguments: Any
+) -> Any:
+    return function(folder, *arguments)
 
 
 def _features(folder: Path) -> FeatureSet:
@@ -105,52 +147,40 @@ def _features(folder: Path) -> FeatureSet:
     return features
 
 
-def _feasible(folder: Path) -> int:
-    """Returns the largest K: classes without images have no prototype."""
-    return min(len(np.unique(task.labels)) for task in _features(folder).tasks)
+def _untrained(folder: Path) -> tuple[Any, dict[str, Int[np.ndarray, " n"]]]:
+    labels = {}
+    try:
+        features = _features(folder)
+        for name, settings in UNTRAINED.items():
+            fitted = features.fit(calibration.make(name, **settings))
+            scores = fitted.score(features.test_adapted, features.test_pretrained)
+            labels[f"{name}_label"] = scores.label
+    except InputError:
+        return None, {}
+    return features.test_labels, labels
 
 
-@kept
 def _diagnosed(folder: Path, settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns diagnostics by name; those that need more tasks than there are, are absent."""
+    """Returns `diagnostics` of FDC by name; of a single task there is no similarity."""
     features = _features(folder)
-    fdc, results = features.fit(FDC(**settings)), {}
-    for name in names:
-        if name != "similarity" or len(features.tasks) > 1:
-            results[name] = getattr(diagnostics, name)(features, fdc)
-    return results
+    fdc = features.fit(FDC(**settings))
+    possible = [name for name in names if name != "similarity" or len(features.tasks) > 1]
+    return {name: getattr(diagnostics, name)(features, fdc) for name in possible}
 
 
-def _summaries(results: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """Yields the numbers that sum up diagnostics, by name of a quantity."""
-    if "similarity" in results:
-        ranks = results["similarity"].corr(method="spearman")["error"].drop("error")
-        yield from ((f"correlation:{name}", value) for name, value in ranks.items())
-    means = results["residual_contributions"].mean()
-    yield from ((f"contribution:{side}", value) for side, value in means.items())
-
-
-@kept
-def accuracies(
+def refitted(
     folder: Path, settings: dict[str, Any], parameter: str, value: float
 ) -> dict[str, float]:
     """Refits FDC with one changed setting; returns accuracies in percent by quantity.
 
-    Args:
-        folder: saved features of a whole stream, with test labels.
-        settings: FDC's.
-        parameter: `attenuation`, `retained_energy` or `neighbours`. The latter also gives
-            `nearest`, with affinities standardised over the candidate tasks of each input ("PAC
-            Neighborhood Size").
-        value: of the parameter.
+    `neighbours` also gives `nearest`, with affinities standardised over the candidate tasks of each
+    input ("PAC Neighborhood Size").
     """
-    features, changed = _features(folder), FDC(**{**settings, parameter: value})
-    terms = features.fit(changed).terms(features.test_adapted, features.test_pretrained)
-    by_name = {parameter: terms.fuse()}
+    features = _features(folder)
+    fdc = features.fit(FDC(**{**settings, parameter: value}))
+    terms = fdc.terms(features.test_adapted, features.test_pretrained)
+    scores = {parameter: terms.fuse()}
     if parameter == "neighbours":
-        by_name["nearest"] = terms.fuse(nearest=True)
-    assert features.test_labels is not None  # `_features` has checked.
-    return {
-        f"{name}={value:g}": evaluation.accuracy(features.test_labels, scores.label)
-        for name, scores in by_name.items()
-    }
+        scores["nearest"] = terms.fuse(nearest=True)
+    labels: Any = features.test_labels
+    return {f"{name}={value:g}": evaluation.accuracy(labels, s.label) for name, s in scores.items()}

@@ -15,7 +15,7 @@ from scipy.spatial import distance
 from fdc_jax import evaluation
 from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
-from fdc_jax.report import formatting, frames, pictures
+from fdc_jax.report import formatting, pictures
 from fdc_jax.report.runs import Group, predictions
 
 WORST = 20  # pairs of classes that are named
@@ -49,43 +49,36 @@ class Classes(NamedTuple):
     missing: str = "Pictures are in the report of each run alone."  # why there are none
 
 
-def load(group: Group, names: Sequence[str]) -> Classes | None:
-    """Counts a group's predictions by class; None where they were not kept.
-
-    Args:
-        group: of `runs.load`.
-        names: of classes by label; empty where they are not known.
-    """
-    found = [predictions(run) for run in group.runs]
-    roles = frames.leading(group)
+def load(group: Group) -> Classes | None:
+    """Counts a group's predictions by class; None where they were not kept."""
+    roles = group.leading
     best = roles.get("best", "raw")
-    methods = dict.fromkeys((best, roles.get(FDC.name, best), "raw"))
-    if not all(
-        {"label", "task", *(f"{name}_label" for name in methods)} <= of.keys() for of in found
-    ):
+    methods = [*dict.fromkeys((best, roles.get(FDC.name, best), "raw"))]
+    columns = ["label", "task", *(f"{name}_label" for name in methods)]
+    seeds = [pd.DataFrame(predictions(run)) for run in group.runs]
+    if not all({*columns} <= {*seed} for seed in seeds):
         return None
-    of = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
-    size = max(int(of["label"].max()), *(int(of[f"{name}_label"].max()) for name in methods)) + 1
-    totals = np.bincount(of["label"], minlength=size)
+    of = pd.concat(seeds)[columns]
+    size = int(of.drop(columns="task").to_numpy().max()) + 1
     counts = evaluation.task_confusion(of["label"], of[f"{best}_label"], size)
-    wrong = counts - np.diag(np.diag(counts))
-    table = pd.DataFrame({"task": -1, "images": totals}, index=range(size))
-    table.loc[of["label"], "task"] = of["task"] + 1
+    totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    wrong, shares = counts - np.diag(np.diag(counts)), 100.0 * counts / totals
+    by_class = of.groupby("label")
+    table = pd.DataFrame({"task": by_class["task"].first() + 1, "images": by_class.size()})
     for name in methods:
-        right = np.bincount(of["label"][of["label"] == of[f"{name}_label"]], minlength=size)
-        table[formatting.method_title(name)] = 100.0 * right / np.maximum(totals, 1)
-    table["taken"] = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
-    known: Any = table[totals > 0]
-    table = known.sort_values(formatting.method_title(best), kind="stable")
-    shown = [names[c] if c < len(names) else f"class {c + 1}" for c in range(size)]
-    shares = 100.0 * counts / np.maximum(totals, 1)[:, None]
+        right = of[f"{name}_label"].eq(of["label"])
+        table[formatting.method_title(name)] = 100.0 * right.groupby(of["label"]).mean()
+    taken = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
+    table["taken"] = taken[table.index]
+    table = table.sort_values(formatting.method_title(best), kind="stable")
     cells = [
         (row, column, int(counts[row, column]), float(shares[row, column]))
         for row, column in np.argwhere(counts).tolist()
     ]
     pairs = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    order = sorted_by_likeness(wrong / np.maximum(totals, 1)[:, None])
-    return Classes(formatting.method_title(best), shown, table, pairs[:WORST], order, cells)
+    names = [pictures.class_name(group.runs[0].class_names, label) for label in range(size)]
+    order = sorted_by_likeness(wrong / totals)
+    return Classes(formatting.method_title(best), names, table, pairs[:WORST], order, cells)
 
 
 def sorted_by_likeness(wrong: np.ndarray) -> list[int]:
@@ -98,21 +91,21 @@ def sorted_by_likeness(wrong: np.ndarray) -> list[int]:
     return hierarchy.leaves_list(linked).tolist()
 
 
-def with_pictures(found: Classes, group: Group) -> Classes:
+def with_pictures(classes: Classes, group: Group) -> Classes:
     """Adds the test images of the first seed that the best calibrator took for another class."""
     run: Any = group.runs[0]
-    of, best = predictions(run), frames.leading(group).get("best", "raw")
-    label, chosen = of["label"], of[f"{best}_label"]
-    every = np.flatnonzero(chosen != label)
-    every = every[np.argsort(label[every], kind="stable")]
-    rows, wrong = pictures.spaced(every, MOST), []
+    columns, best = predictions(run), group.leading.get("best", "raw")
+    label, chosen = columns["label"], columns[f"{best}_label"]
+    rows = np.flatnonzero(chosen != label)
+    number, wrong = len(rows), []
+    rows = pictures.spaced(rows[np.argsort(label[rows], kind="stable")], MOST)
     for block in np.split(rows, range(_BLOCK, len(rows), _BLOCK)):
         try:
             images = run.test_images(block) if len(block) else ()
         except InputError as error:
             reason = f"The test images could not be read: {error}"
-            return found._replace(number=len(every), missing=reason)
+            return classes._replace(number=number, missing=reason)
         for row, image in zip(block, images, strict=True):
             uri, small = pictures.data_uri(image, _SIDE), pictures.is_small(image)
             wrong.append(Wrong(uri, small, int(label[row]), int(chosen[row])))
-    return found._replace(wrong=wrong, number=len(every), missing="")
+    return classes._replace(wrong=wrong, number=number, missing="")

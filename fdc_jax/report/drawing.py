@@ -56,23 +56,13 @@ def panels(count: int, height: float, columns: int, **keywords: Any) -> tuple[Fi
     return figure, list(axes[:count])
 
 
-def names_down(axes: Axes, names: Iterable[str]) -> None:
-    """Names the rows 0, 1, ... of a list from above."""
-    names = [name if len(name) < 48 else f"{name[:47]}…" for name in names]
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.yaxis.grid(visible=False)
-
-
-def band(
-    axes: Axes, places: Any, values: Float[ndarray, "seeds n"], colour: str, **line: Any
-) -> None:
+def band(axes: Axes, x: Any, values: Float[ndarray, "seeds n"], colour: str, **line: Any) -> None:
     """Draws the mean over seeds and, for several seeds, one sample standard deviation around it."""
     mean = values.mean(axis=0)
-    axes.plot(places, mean, color=colour, markersize=3, **line)
+    axes.plot(x, mean, color=colour, markersize=3, **line)
     if len(values) > 1:
         std = values.std(axis=0, ddof=1)
-        axes.fill_between(places, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between(x, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
 
 
 def points(axes: Axes, x: Any, y: Any, colour: str, marker: str, **look: Any) -> None:
@@ -81,20 +71,20 @@ def points(axes: Axes, x: Any, y: Any, colour: str, marker: str, **look: Any) ->
     axes.plot(x, y, color=colour, marker=marker, **look)
 
 
-def whole_numbers(axis: Axis) -> None:
+def whole_numbers(*axes: Axis) -> None:
     """Puts ticks at whole numbers alone."""
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def legend(figure: Figure) -> None:
     """Puts one legend for all panels above them; what several have in common has one entry."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
-        found = dict(zip(labels, handles, strict=True)) | found
-    columns = 4 if figure.get_figwidth() > COLUMN else 3
-    look: dict[str, Any] = {"loc": "outside upper center", "ncols": min(len(found), columns)}
-    figure.legend([*found.values()], [*found], **look)
+        entries = dict(zip(labels, handles, strict=True)) | entries
+    columns = min(len(entries), 4 if figure.get_figwidth() > COLUMN else 3)
+    figure.legend([*entries.values()], [*entries], loc="outside upper center", ncols=columns)
 
 
 def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -2,12 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from fdc_jax import evaluation
 from fdc_jax.calibration import METHODS
 
 
@@ -29,27 +26,19 @@ def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
     return f"{round(value, digits) + 0.0:{'+' * signed},.{digits}f}"
 
 
-def mean(
-    value: float, std: float, count: float | None = None, digits: int = 2, signed: bool = False
-) -> str:
-    """Formats a mean over seeds with its deviation and number of seeds, if these are not NaN."""
-    deviation = "" if math.isnan(std) else f" ± {std:.{digits}f}"
-    seeds = "" if count is None or math.isnan(count) else f" ({count:.0f})"
-    return number(value, digits, signed) + deviation + seeds
+def mean(record: Mapping[str, Any], prefix: str = "", digits: int = 2, signed: bool = False) -> Any:
+    """Formats the mean of a record and, if it is known, its deviation over seeds."""
+    std = number(record.get(f"{prefix}std"), digits)
+    text = number(record.get(f"{prefix}mean"), digits, signed)
+    return f"{text} ± {std}" if isinstance(std, str) else text
 
 
-def spread(values: Sequence[float] | np.ndarray, digits: int = 2, signed: bool = False) -> Any:
-    """Formats mean and sample standard deviation over seeds; NaN for no values."""
-    if not len(values):
-        return math.nan
-    return mean(*evaluation.mean_and_std(values), None, digits, signed)
-
-
-def interval(gain: Any, digits: int = 2, signed: bool = True) -> Any:
-    """Formats the `low` and `high` of a gain; NaN where they are not known."""
-    if gain is None or math.isnan(gain.low):
-        return math.nan
-    return " to ".join(number(each, digits, signed) for each in (gain.low, gain.high))
+def interval(
+    record: Mapping[str, Any], prefix: str = "", digits: int = 2, signed: bool = True
+) -> Any:
+    """Formats the interval of a record; NaN where it is not known."""
+    ends = [number(record.get(f"{prefix}{end}"), digits, signed) for end in ("low", "high")]
+    return " to ".join(ends) if isinstance(ends[0], str) else math.nan
 
 
 def minus(text: str) -> str:

@@ -9,22 +9,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from fdc_jax import learners
 from fdc_jax.errors import counted
-from fdc_jax.learners import title as learner_title
-from fdc_jax.report import (
-    figures,
-    formatting,
-    frames,
-    paper,
-    pictures,
-    quantities,
-    runs,
-    tables,
-)
+from fdc_jax.report import console, figures, formatting, paper, pictures, runs, tables
 from fdc_jax.report.classes import Classes
 from fdc_jax.report.figures import Drawing
 from fdc_jax.report.pictures import Pictures
-from fdc_jax.report.runs import Group, Skipped
+from fdc_jax.report.runs import Group
 from fdc_jax.report.tables import Table
 
 _FOLDER = Path(__file__).parent
@@ -32,42 +23,63 @@ _FOLDER = Path(__file__).parent
 
 def render(
     groups: Sequence[Group],
-    skipped: Sequence[Skipped],
+    skipped: Mapping[Path, str],
     compared: Sequence[Table],
     drawings: Sequence[Drawing],
-    found: Sequence[Pictures],
+    shown: Sequence[Pictures],
     classes: Mapping[int, str],
 ) -> str:
     """Returns the page; everything that comes from files is escaped.
 
     Args:
         groups: a section each.
-        skipped: folders that could not be used.
+        skipped: folders that could not be used, with the reason.
         compared: tables over groups, in the order to show them.
         drawings: likewise; those of a run itself stand in the section of its group.
-        found: of each group.
+        shown: pictures of each group.
         classes: names of the pages of classes, by the number of the group from 1.
     """
-    own = [each for each in drawings if each.kind in figures.OF_A_RUN]
+    own = [drawing for drawing in drawings if drawing.kind in figures.OF_A_RUN]
+    sections = [
+        _section(group, own, shown[index]) | {"classes": classes.get(index + 1)}
+        for index, group in enumerate(groups)
+    ]
     return _fill(
         "page",
-        sections=[
-            _section(group, own, each) | {"classes": classes.get(place)}
-            for place, (group, each) in enumerate(zip(groups, found, strict=True), 1)
-        ],
+        sections=sections,
         reading=tables.READING,
-        overview=[each for each in compared if each.name == "runs"],
         skipped=skipped,
-        # Those of a single group stand in its section.
-        tables=[each for each in compared if each.name != "calibrators" or len(groups) > 1],
-        figures=[each for each in drawings if each not in own],
+        # That of a single group stands in its section.
+        tables=[of for of in compared if of.name != "calibrators" or len(groups) > 1],
+        figures=[drawing for drawing in drawings if drawing not in own],
     )
 
 
-def render_classes(group: Group, found: Classes) -> str:
+def _section(group: Group, own: Sequence[Drawing], shown: Pictures) -> dict[str, Any]:
+    """Returns what the page says of a group."""
+    best, first = group.leading.get("best", "raw"), group.results
+    accuracy = group.record(best)
+    provenance = {name: first.get(name) for name in ("device", "versions")}
+    provenance |= {"settings": runs.settings(first)}
+    return {
+        "group": group,
+        "title": _title(group.learner, group.benchmark),
+        "best": formatting.method_title(best),
+        "accuracy": formatting.mean(accuracy, digits=1),
+        "interval": formatting.interval(accuracy, digits=1, signed=False),
+        "verdict": console.verdict(group),
+        "notes": console.notes(group),
+        "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],
+        "drawings": [drawing for drawing in own if drawing.groups == [group]],
+        "pictures": shown,
+        "provenance": json.dumps(provenance, indent=1, ensure_ascii=False),
+    }
+
+
+def render_classes(group: Group, classes: Classes) -> str:
     """Returns the page of a group's classes."""
-    place = {label: index for index, label in enumerate(found.order)}
-    return _fill("classes", title=group.name, place=place, found=found)
+    place = {label: index for index, label in enumerate(classes.order)}
+    return _fill("classes", title=group.name, place=place, found=classes)
 
 
 def render_predictions(learner: str, benchmark: str, **material: Any) -> str:
@@ -90,79 +102,14 @@ def _fill(template: str, **material: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (
-        _rows,
-        _said,
-        _inline,
-        _bar,
-        _breakable,
-        _subscripts,
-        formatting.minus,
-        counted,
-    ):
+    for function in (_inline, _bar, _breakable, _subscripts, formatting.minus, counted):
         environment.filters[function.__name__.lstrip("_")] = function
     style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
     return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
 
 
 def _title(learner: str, benchmark: str) -> str:
-    return f"{learner_title(learner)} on {paper.benchmark_title(benchmark)}"
-
-
-def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str, Any]:
-    """Returns what the page says of a group."""
-    named = {name: group.results.get(name) for name in ("device", "versions")}
-    of_first = named | {"settings": runs.settings(group.results)}
-    return {
-        "group": group,
-        "title": _title(group.learner, group.benchmark),
-        "results": group.results,
-        "headline": _headline(group),
-        "verdict": frames.verdict(group),
-        "notes": quantities.notes([run.results for run in group.runs]),
-        "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],
-        "drawings": [each for each in own if each.groups == [group]],
-        "pictures": found,
-        "provenance": json.dumps(of_first, indent=1, ensure_ascii=False),
-    }
-
-
-def _headline(group: Group) -> dict[str, Any]:
-    """Returns what the page begins with, by the roles of `frames.leading`.
-
-    Title, accuracy, its interval, gain over raw, and the interval of that, as they read.
-    """
-    found = {}
-    for role, name in frames.leading(group).items():
-        gain = group.gain(name) if role not in ("raw", "oracle") else None
-        found[role] = (
-            formatting.method_title(name),
-            formatting.spread(group.values(name), 1),
-            formatting.interval(group.gain(name, None), 1, signed=False),
-            gain and formatting.number(gain.mean, 1, signed=True),
-            formatting.interval(gain, 1),
-        )
-    return found
-
-
-def _rows(table: Table) -> list[tuple[list[str], list[tuple[str, bool]]]]:
-    """Returns labels and cells of a table's rows; labels that the row above has are empty.
-
-    A cell is its text, and whether it is the best.
-    """
-    cells = [
-        [
-            (formatting.minus(str(cell)), (row, column) in table.best)
-            for column, cell in enumerate(of)
-        ]
-        for row, of in enumerate(table.shown.to_numpy())
-    ]
-    return list(zip(table.labels.values.tolist(), cells, strict=True))
-
-
-def _said(cell: Any) -> str:
-    """Returns a cell of a table as it reads, empty for NaN."""
-    return formatting.minus(cell) if isinstance(cell, str) else ""
+    return f"{learners.title(learner)} on {paper.benchmark_title(benchmark)}"
 
 
 def _subscripts(text: str) -> Markup:
@@ -182,7 +129,7 @@ def _inline(figure: Drawing) -> str:
 
 def _bar(value: float, lines: Sequence[Any]) -> tuple[float, float]:
     """Returns start and length of a bar, in percent of a row that fits all of some evidence."""
-    values = [0.0, *(each for line in lines for each in line[1:])]
+    values = [0.0, *(number for line in lines for number in line[1:])]
     low, high = min(values), max(values)
     unit = 100.0 / ((high - low) or 1.0)
     return (min(value, 0.0) - low) * unit, abs(value) * unit

@@ -10,6 +10,7 @@ import csv
 import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +23,18 @@ AVERAGE = "average"
 
 
 class Published(NamedTuple):
-    """A mean over `count` seeds; NaN where a deviation or the number of seeds is not given."""
+    """A mean over `n` seeds; NaN where a deviation or the number of seeds is not given."""
 
     mean: float
     std: float
-    count: float
+    n: float
+    by_seed: Mapping[int, float] = {}
 
 
-@functools.cache
-def numbers() -> dict[str, Any]:
-    """Returns the content of `paper.json`; not to be changed."""
-    return json.loads(CSV.with_suffix(".json").read_text(encoding="utf-8"))
+# The content of `paper.json`.
+NUMBERS: dict[str, Any] = json.loads(CSV.with_suffix(".json").read_text(encoding="utf-8"))
+# Combinations of FDC's components, in the order of Table current-ablation.
+COMPONENT_TITLES: dict[str, str] = NUMBERS["components"]
 
 
 @functools.cache
@@ -46,30 +48,32 @@ def _means() -> dict[tuple[str, str, str], Published]:
         }
 
 
-# Combinations of FDC's components, in the order of Table current-ablation.
-COMPONENT_TITLES: dict[str, str] = numbers()["components"]
-
-
 def benchmarks() -> list[str]:
     """Returns the names of the paper's benchmarks in the order of its tables."""
-    return numbers()["benchmarks"]
+    return NUMBERS["benchmarks"]
 
 
 def benchmark_title(name: str) -> str:
     """Returns the title of a benchmark in tables; an unknown name stays itself."""
-    return BENCHMARKS[name].title if name in BENCHMARKS else name
+    return BENCHMARKS[name].title if name in BENCHMARKS else {AVERAGE: "Avg."}.get(name, name)
 
 
 def find(benchmark: str, learner: str, quantity: str) -> Published | None:
     """Returns the paper's mean of a quantity, None where the paper has none.
 
-    The combination of components that the paper selects for a learner stands under `selected`.
+    The combination of components that the paper selects for a learner stands under `selected`. The
+    average is that of the paper, or of its means of all five benchmarks.
     """
     kind, colon, name = quantity.rpartition(":")
     name = "full" if name == FDC.name else name
     if name == learners.selected(learner) and kind in ("", "gain"):
         name = "selected"
-    return _means().get((benchmark, learner, f"{kind}{colon}{name}"))
+    published = _means().get((benchmark, learner, f"{kind}{colon}{name}"))
+    if published is None and benchmark == AVERAGE:
+        means = [of.mean for of in (find(b, learner, quantity) for b in benchmarks()) if of]
+        if len(means) == len(benchmarks()):
+            return Published(sum(means) / len(means), math.nan, math.nan)
+    return published
 
 
 def plugged() -> list[str]:
@@ -80,6 +84,6 @@ def plugged() -> list[str]:
 
 def sizes(benchmark: str) -> dict[str, int]:
     """Returns a row of Table training by column, empty for other benchmarks."""
-    table = numbers()["partitions"]
+    table = NUMBERS["partitions"]
     cells = table["rows"].get(benchmark, ())
     return dict(zip(table["columns"], cells, strict=bool(cells)))

@@ -50,9 +50,8 @@ class Picture(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """What the work directory of a run shows beyond its numbers."""
+    """Pictures of both kinds, at most `PICTURES` evenly spaced, and how many there are."""
 
-    class_names: Sequence[str] = ()  # in class-order positions; empty where they are not known
     repaired: Sequence[Picture] = ()  # FDC chose the right class and raw logits a wrong task
     num_repaired: int = 0
     broken: Sequence[Picture] = ()  # raw logits chose the right class and FDC a wrong task
@@ -61,50 +60,40 @@ class Pictures(NamedTuple):
 
 
 def load(run: Any) -> Pictures:
-    """Returns class names and pictures of both kinds, evenly spaced over the test images.
+    """Returns the pictures of a run.
 
     Args:
         run: one seed, as `fdc_jax.open_run` returns it.
     """
-    try:
-        names = list(run.class_names)
-    except InputError:
-        names = []
-    columns = predictions(run)
-    kinds = ("", "raw_", f"{FDC.name}_")
-    if not {kind + part for kind in kinds for part in ("label", "task")} <= columns.keys():
-        return Pictures(names, missing="The run kept no predictions of FDC.")
-    task, label = columns["task"], columns["label"]
-    repaired = np.flatnonzero(
-        (columns["raw_task"] != task) & (columns[f"{FDC.name}_label"] == label)
-    )
-    broken = np.flatnonzero((columns["raw_label"] == label) & (columns[f"{FDC.name}_task"] != task))
+    columns, kinds = predictions(run), ("", "raw_", "fdc_")
+    if not {f"{kind}{part}" for kind in kinds for part in ("label", "task")} <= columns.keys():
+        return Pictures(missing="The run kept no predictions of FDC.")
+    label, task = columns["label"], columns["task"]
+    repaired = np.flatnonzero((columns["raw_task"] != task) & (columns["fdc_label"] == label))
+    broken = np.flatnonzero((columns["raw_label"] == label) & (columns["fdc_task"] != task))
     first = spaced(repaired, PICTURES)
     rows = np.concatenate([first, spaced(broken, PICTURES)])
     if not len(rows):
-        reason = "FDC changed the task of no image to or from the true one."
-        return Pictures(names, missing=reason)
+        return Pictures(missing="FDC changed the task of no image to or from the true one.")
     try:
-        images = run.test_images(rows)
-        evidence = _evidence(run, columns, rows)
+        images, evidence = run.test_images(rows), _evidence(run, columns, rows)
     except InputError as error:
-        return Pictures(names, missing=f"The test images could not be read: {error}")
+        return Pictures(missing=f"The test images could not be read: {error}")
 
     def said(kind: str, row: int) -> Said:
-        label, task = (int(columns[kind + name][row]) for name in ("label", "task"))
-        return Said(names[label] if label < len(names) else f"class {label + 1}", task + 1)
+        label, task = (int(columns[f"{kind}{part}"][row]) for part in ("label", "task"))
+        return Said(class_name(run.class_names, label), task + 1)
 
     drawn = [
-        Picture(
-            row,
-            data_uri(image),
-            is_small(image),
-            *(said(kind, row) for kind in kinds),
-            evidence=lines,
-        )
+        Picture(row, data_uri(image), is_small(image), *(said(kind, row) for kind in kinds), lines)
         for row, image, lines in zip(rows.tolist(), images, evidence, strict=True)
     ]
-    return Pictures(names, drawn[: len(first)], len(repaired), drawn[len(first) :], len(broken))
+    return Pictures(drawn[: len(first)], len(repaired), drawn[len(first) :], len(broken))
+
+
+def class_name(names: Sequence[str], label: int) -> str:
+    """Returns the name of a class by its position, or the position where names are missing."""
+    return names[label] if label < len(names) else f"class {label + 1}"
 
 
 def spaced(rows: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " k"]:
@@ -118,8 +107,7 @@ def _evidence(
 ) -> list[list[Evidence]]:
     """Returns the evidence for each row; none where it would not explain the predictions."""
     none: list[list[Evidence]] = [[] for _ in rows]
-    folder = run.folder / "features"
-    paths = [folder / f"{name}.npy" for name in ("test_adapted", "test_pretrained")]
+    paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
     views = [np.load(p, mmap_mode="r")[rows] if p.exists() else None for p in paths]
     if views[0] is None:
         return none
@@ -127,19 +115,16 @@ def _evidence(
         terms = run.calibrator(FDC.name).terms(*views)
     except InputError:
         return none
-    each, true = np.arange(len(rows)), columns["task"][rows]
-    raw, fdc = columns["raw_task"][rows], columns[f"{FDC.name}_task"][rows]
-    scores = terms.fuse()
+    true, raw, fdc = (columns[name][rows] for name in ("task", "raw_task", "fdc_task"))
+    scores, tasks = terms.fuse(), (true, np.where(raw != true, raw, fdc))
     parts = [*parts_of_score(terms).values(), scores.task_scores]
     names = [*[*EVIDENCE.values()][: len(parts) - 1], "FDC score"]
-    wrong = np.where(raw != true, raw, fdc)
-    values = np.stack([[part[each, t] for part in parts] for t in (true, wrong)], axis=2)
-    agrees = scores.task == fdc
+    values = np.stack([[part[range(len(rows)), t] for part in parts] for t in tasks], axis=2)
     return [
         [Evidence(name, *pair) for name, pair in zip(names, values[:, i].tolist(), strict=True)]
-        if agrees[i]
+        if agrees
         else []
-        for i in each
+        for i, agrees in enumerate(scores.task == fdc)
     ]
 
 

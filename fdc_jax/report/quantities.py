@@ -18,7 +18,7 @@ app-cost), and, of `baseline`, `single` and `dual`, `latency_ms:`, `added_latenc
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -68,37 +68,6 @@ def split(name: str) -> tuple[str, str]:
     return (name, "accuracy") if name in _NAMES else ("", name)
 
 
-def methods(results: Mapping[str, Any]) -> list[str]:
-    """Returns the calibrators of a run by name, `raw` and FDC first."""
-    first = [name for name in ("raw", FDC.name) if name in results["accuracy"]]
-    return first + [name for name in results["accuracy"] if name not in (*first, "oracle")]
-
-
-def notes(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns lines about calibrators and skipped images; numbers are means over seeds."""
-    own = [note for results in seeds for note in (results.get("notes") or {}).values()]
-    lines = [f"{note[:1].upper()}{note[1:]}." for note in dict.fromkeys(own)]
-    skipped = dict(kind for results in seeds for kind in (results.get("skipped") or {}).items())
-    lines += [f"Images: {reason}: {paths}." for reason, paths in skipped.items()]
-
-    def mean(section: str) -> dict[str, float]:
-        return pd.DataFrame([results.get(section) or {} for results in seeds]).mean().to_dict()
-
-    if sure := mean("calibration_error"):
-        said = ", ".join(f"{value:.1f} for {METHODS[name].title}" for name, value in sure.items())
-        if chance := mean("chance_calibration_error"):
-            said += f"; by chance alone {', '.join(f'{chance[name]:.1f}' for name in sure)}"
-        what = "The Gaussians' probability of the answer is off on the mean, in points"
-        lines.append(f"{what}: {said}.")
-    shares = [results.get("unlike_learned") for results in seeds]
-    if shares := [share for share in shares if share is not None]:
-        lines.append(
-            f"Of the test images, {np.mean(shares):.1f} % are taken for unlike anything learned, "
-            "where 5 % of images like those of training are."
-        )
-    return lines
-
-
 def measured(
     results: Mapping[str, Any],
     untrained: Mapping[str, float] | None = None,
@@ -122,7 +91,7 @@ def measured(
         means = pd.DataFrame(curve).mean(skipna=False).dropna()
         numbers |= means.add_prefix("aia:").to_dict()
     for kind, section in _SECTIONS.items():
-        numbers |= {f"{kind}:{name}": each for name, each in (results.get(section) or {}).items()}
+        numbers |= {f"{kind}:{name}": of for name, of in (results.get(section) or {}).items()}
     numbers |= _costs(results) | _inference(latency or {})
     return {name: float(value) for name, value in numbers.items() if value is not None}
 
@@ -132,18 +101,12 @@ def _accuracies(of: Mapping[str, Any], learner: str) -> dict[str, float]:
 
     Without a pretrained view, the adapted view of a combination is the whole combination.
     """
-    accuracies = dict(of.get("components") or {})
-    if accuracies and "pretrained_view" not in accuracies:
-        accuracies |= {
-            "adapted_view": accuracies["full"],
-            "pac+rlc_adapted_view": accuracies["pac+rlc"],
-        }
-    selected = learners.selected(learner)
-    return (
-        accuracies
-        | ({"selected": accuracies[selected]} if selected in accuracies else {})
-        | of["accuracy"]
-    )
+    parts = dict(of.get("components") or {})
+    if parts and "pretrained_view" not in parts:
+        parts |= {"adapted_view": parts["full"], "pac+rlc_adapted_view": parts["pac+rlc"]}
+    if (selected := learners.selected(learner)) in parts:
+        parts["selected"] = parts[selected]
+    return parts | of["accuracy"]
 
 
 def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,19 +116,16 @@ def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
     E_0 out of a cache count with the seconds that they took when they were computed.
     """
     timing, memory = results.get("timing") or {}, results.get("peak_memory_bytes") or {}
-    fit = timing.get("fit_seconds")
-    parts = [
-        *(timing.get(f"{view}_extraction_seconds") for view in ("adapted", "pretrained")),
-        fit.get(FDC.name) if isinstance(fit, Mapping) else fit,
-    ]
-    of = {
+    parts = [timing.get(f"{view}_extraction_seconds") for view in ("adapted", "pretrained")]
+    parts.append((timing.get("fit_seconds") or {}).get(FDC.name))
+    totals = {
         "training_minutes": (timing.get("training_seconds"), 60),
-        "fdc_minutes": (sum(filter(None, parts)) if None not in parts else None, 60),
+        "fdc_minutes": (None if None in parts else sum(filter(None, parts)), 60),
         "peak_memory_gib": (memory.get("training"), 2**30),
         "fdc_peak_memory_gib": (memory.get(FDC.name), 2**30),
         "storage_mib": (results.get("fdc_storage_bytes"), 2**20),
     }
-    return {name: value if value is None else value / unit for name, (value, unit) in of.items()}
+    return {name: value and value / unit for name, (value, unit) in totals.items()}
 
 
 def _inference(latency: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,10 +133,10 @@ def _inference(latency: Mapping[str, Any]) -> dict[str, Any]:
     numbers, base = {}, None
     for name, timing in latency.get("contenders", {}).items():
         mean, peak = float(np.mean(timing["milliseconds"])), timing["peak_bytes"]
-        base = base or (mean, peak)
         numbers[f"latency_ms:{name}"] = mean
-        if name == "baseline":
-            numbers["inference_mib:baseline"] = peak and peak / 2**20
+        if base is None:  # the baseline comes first
+            base = mean, peak
+            numbers[f"inference_mib:{name}"] = peak and peak / 2**20
         else:
             numbers[f"added_latency_percent:{name}"] = 100 * (mean / base[0] - 1)
             numbers[f"added_mib:{name}"] = peak and (peak - base[1]) / 2**20

@@ -6,22 +6,25 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Int
 
 from fdc_jax import evaluation, learners
+from fdc_jax.calibration import FDC
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import named_path, write_json
-from fdc_jax.report import baselines, paper, quantities
+from fdc_jax.report import analysis, paper, quantities
 from fdc_jax.run.configuration import NOT_COMPARED
 from fdc_jax.run.saved import open_run
 
-# Columns of `Group.record` that are no numbers of it.
-_LABELS = ("benchmark", "learner", "calibrator", "quantity", "settings")
+# The paper's settings by field, and what it leaves open by default.
+_EXPECTED: dict[str, Any] = (
+    paper.NUMBERS["protocol"]["fields"] | paper.NUMBERS["protocol"]["unstated"]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,6 @@ class Group:
     # What differs from the paper's protocol, in words; empty when nothing does. Of a benchmark that
     # the paper does not have, differences of the method alone.
     title: str
-    follows_protocol: bool  # whether the paper's numbers are of the same experiment
     runs: list[Any]  # by ascending seed, as `fdc_jax.open_run` returns them
     numbers: pd.DataFrame  # a row per seed, a column per quantity of `quantities.measured`, or NaN
     # By name, what `report.analysis` computes, a value for every seed whose features allow it.
@@ -52,32 +54,43 @@ class Group:
 
     @property
     def methods(self) -> list[str]:
-        """Calibrators that stand side by side, by name, `raw` first."""
-        return list(dict.fromkeys(n for run in self.runs for n in quantities.methods(run.results)))
+        """Calibrators that stand side by side, by name, `raw` and FDC first."""
+        names = [name for run in self.runs for name in run.results["accuracy"]]
+        first = [name for name in ("raw", FDC.name) if name in names]
+        return [name for name in dict.fromkeys(first + names) if name != "oracle"]
 
     @property
     def name(self) -> str:
         """Learner, benchmark and what differs from the protocol, for captions."""
-        parts = (learners.title(self.learner), paper.benchmark_title(self.benchmark))
-        return ", ".join((*parts, self.title) if self.title else parts)
+        parts = learners.title(self.learner), paper.benchmark_title(self.benchmark), self.title
+        return ", ".join(filter(None, parts))
 
     def values(self, name: str) -> list[float]:
         """Returns a quantity of every seed that has it."""
         return self.numbers[name].dropna().tolist() if name in self.numbers else []
 
-    def estimate(self, quantity: str) -> evaluation.Gain | None:
-        """Returns mean, sample deviation and 95 % interval of a quantity; None if no seed has it.
+    @property
+    def leading(self) -> dict[str, str]:
+        """Methods by what they stand for, without those that the group does not have.
 
-        The interval of accuracies and gains of calibrators is that of `gain`, any other one is
-        Student's t over seeds.
+        `best` is the best calibrator of the run but for those on frozen features, of which
+        `untrained` is the best; with `fdc`, unless it is the best, `raw` and `oracle`.
         """
-        values, (name, kind) = self.values(quantity), quantities.split(quantity)
-        if not values:
-            return None
-        over = {"accuracy": None, "gain": "raw"}.get(kind, name)
-        gain = self.gain(name, over) if over != name else None
-        over_seeds = evaluation.student(values, *quantities.bounds(quantity))
-        return over_seeds if gain is None else over_seeds._replace(low=gain.low, high=gain.high)
+
+        def best(names: Iterable[str]) -> str | None:
+            known = [name for name in names if self.values(name)]
+            return max(known, key=lambda name: np.mean(self.values(name)), default=None)
+
+        frozen = {name for name in self.methods if name.endswith("-pretrained")}
+        own = best(name for name in self.methods if name != "raw" and name not in frozen)
+        roles = {
+            "best": own,
+            FDC.name: best([FDC.name]) if own != FDC.name else None,
+            "raw": "raw",
+            "untrained": best(sorted(frozen.union(analysis.UNTRAINED))),
+            "oracle": "oracle",
+        }
+        return {role: name for role, name in roles.items() if name}
 
     def gain(self, method: str, over: str | None = "raw") -> evaluation.Gain | None:
         """Returns the gain of a method over another one with its 95 % interval.
@@ -86,61 +99,52 @@ class Group:
         changes, as on frozen features: over the test images of the first seed, None if predictions
         were not kept. Over None: the accuracy itself.
         """
-        columns = [over or "none", method]
-        pairs = self.numbers.assign(none=0.0).reindex(columns=columns).dropna().to_numpy().T
-        if len(np.unique(pairs[1] - pairs[0])) > 1:
-            gain = evaluation.paired_gain(*pairs)
-            low, high = quantities.bounds(method) if over is None else (-100.0, 100.0)
-            return gain._replace(low=max(gain.low, low), high=min(gain.high, high))
-        of = predictions(self.runs[0])
-        if f"{method}_label" not in of:
+        of_seeds = self.numbers.assign(none=0.0).reindex(columns=[over or "none", method]).dropna()
+        gains = of_seeds.iloc[:, 1] - of_seeds.iloc[:, 0]
+        if gains.nunique() > 1:
+            return evaluation.student(gains, 0.0 if over is None else -100.0, 100.0)
+        columns = predictions(self.runs[0])
+        if f"{method}_label" not in columns:
             return None
-        label, chosen = of["label"], of[f"{method}_label"]
+        label, chosen = columns["label"], columns[f"{method}_label"]
         if over is None:
             return evaluation.share_of(chosen == label)
-        return evaluation.sample_gain(label, of[f"{over}_label"], chosen)
+        return evaluation.sample_gain(label, columns[f"{over}_label"], chosen)
 
-    def difference(self, quantity: str) -> evaluation.Gain | None:
-        """Returns a quantity minus the paper's, with Welch's interval; None if one is missing."""
-        published, values = self.published(quantity), self.values(quantity)
-        return evaluation.welch(values, *published) if published and values else None
+    def record(self, quantity: str, other: paper.Published | None = None) -> dict[str, Any]:
+        """Returns a quantity that a seed has with intervals of 95 %, beside another number.
 
-    def published(self, quantity: str) -> paper.Published | None:
-        """Returns the paper's mean of a quantity, None where the paper has none."""
-        return paper.find(self.benchmark, self.learner, quantity)
-
-    def record(self, quantity: str) -> dict[str, Any]:
-        """Returns a quantity as a row of numbers, beside the paper's; None stands for a gap."""
-        own, other = self.estimate(quantity), self.published(quantity)
-        gap = self.difference(quantity)
-        calibrator, kind = quantities.split(quantity)
+        The interval of accuracies and gains of calibrators is that of `gain`, any other one is
+        Student's t over seeds, that of the difference Welch's. Where the other number has seeds of
+        ours, both are of these alone, and the difference is paired. None stands for what is not
+        known.
+        """
+        values, (calibrator, kind) = self.numbers[quantity].dropna(), quantities.split(quantity)
+        own = evaluation.student(values, *quantities.bounds(quantity))
+        if kind in ("accuracy", "gain") and quantity != "gain:raw":
+            interval = self.gain(calibrator, "raw" if kind == "gain" else None) or own
+            own = own._replace(low=interval.low, high=interval.high)
+        gap = other and evaluation.welch(values, other.mean, other.std, other.n)
+        if other and (paired := [seed for seed in values.index if seed in other.by_seed]):
+            values, seeds = values[paired], [other.by_seed[seed] for seed in paired]
+            own, gap = evaluation.student(values), evaluation.student(values - seeds)
+            other = paper.Published(*evaluation.mean_and_std(seeds), len(seeds))
         row = {
-            **{"benchmark": self.benchmark, "learner": self.learner},
             **{"calibrator": calibrator, "quantity": kind},
-            **{name: own and getattr(own, name) for name in ("mean", "std")},
-            "n": len(self.values(quantity)),
-            **{name: own and getattr(own, name) for name in ("low", "high")},
+            **{"mean": own.mean, "std": own.std, "n": len(values)},
+            **{"low": own.low, "high": own.high},
             **{"paper_mean": other and other.mean, "paper_std": other and other.std},
-            "difference": gap and gap.mean,
-            **{f"difference_{name}": gap and getattr(gap, name) for name in ("low", "high")},
-            "settings": self.title,
+            **{"difference": gap and gap.mean},
+            **{"difference_low": gap and gap.low, "difference_high": gap and gap.high},
         }
-        unknown = {name for name, cell in row.items() if isinstance(cell, float) and cell != cell}
-        return row | dict.fromkeys(unknown)
-
-
-class Skipped(NamedTuple):
-    """A folder that could not be used, and why."""
-
-    path: Path
-    reason: str
+        return {name: None if cell != cell else cell for name, cell in row.items()}
 
 
 def load(
     paths: Iterable[str | os.PathLike[str]],
     data: str | None = None,
     host: Mapping[str, Any] | None = None,
-) -> tuple[list[Group], list[Skipped]]:
+) -> tuple[list[Group], dict[Path, str]]:
     """Opens run folders; a folder stands for all run folders at any depth in it.
 
     Folders that cannot be used are named with the reason and do not stop the others. Of two runs
@@ -148,23 +152,28 @@ def load(
     those of `fdc_jax.open_run`.
 
     Returns:
-        Groups, in the paper's order and of its protocol first; and folders that are unusable.
+        Groups, in the paper's order and of its protocol first; and unusable folders with reasons.
     """
-    skipped: list[Skipped] = []
+    skipped: dict[Path, str] = {}
     opened: dict[tuple[str, int], Any] = {}
     named = [named_path("run", path) for path in paths]
-    given = [folder for path in named for folder in _runs_in(path) or [path]]
-    folders = {os.path.realpath(path): path for path in given}
-    for path in folders.values():
+    folders = [folder for path in named for folder in _runs_in(path) or [path]]
+    for folder in {os.path.realpath(folder): folder for folder in folders}.values():
         try:
-            run = _open(path, data, host)
+            run: Any = open_run(folder, data, host=host)
+            if run.results is None:
+                done = counted(len(list(folder.glob("tasks/task_*.json"))), "task")
+                raise InputError(f"unfinished: no results.json, {done} done")
+            predictions(run)
         except InputError as error:
-            skipped.append(Skipped(path, str(error)))
+            skipped[folder] = str(error)
             continue
         first = opened.setdefault((_experiment(run.results), run.results["seed"]), run)
         if first is not run:
-            reason = f"same benchmark, learner, seed and settings as {first.folder}"
-            skipped.append(Skipped(path, f"{reason}, but for what moves no number of the paper's"))
+            skipped[folder] = (
+                f"same benchmark, learner, seed and settings as {first.folder}, but for what moves "
+                "no number of the paper's"
+            )
     return group(list(opened.values())), skipped
 
 
@@ -177,21 +186,11 @@ def _runs_in(path: Path) -> list[Path]:
     return [run for child in children for run in _runs_in(child)]
 
 
-def _open(path: Path, data: str | None, host: Mapping[str, Any] | None) -> Any:
-    """Opens a finished run, whose files its manifest has checked."""
-    run = open_run(path, data, host=host)
-    if run.results is None:
-        done = len(list((path / "tasks").glob("task_*.json")))
-        raise InputError(f"unfinished: no results.json, {counted(done, 'task')} done")
-    predictions(run)
-    return run
-
-
 def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
-    """Returns labels and tasks out of `predictions.npz`, and labels of `baselines`."""
+    """Returns labels and tasks out of `predictions.npz`, and labels of `analysis.untrained`."""
     columns = run.predictions if run.predictions_file.exists() else {}
-    columns = baselines.labels(run) | columns
-    return {name: each for name, each in columns.items() if name.endswith(("label", "task"))}
+    columns = analysis.untrained(run) | columns
+    return {name: of for name, of in columns.items() if name.endswith(("label", "task"))}
 
 
 # Groups ------------------------------------------------------------------------------------------
@@ -206,44 +205,70 @@ def group(runs: Sequence[Any]) -> list[Group]:
     for alike in members.values():
         of = alike[0].results
         title = ", ".join(deviations(of["benchmark"], of["learner"], settings(of)))
-        follows = not title and of["benchmark"] in paper.benchmarks()
         seeds = pd.Index([run.results["seed"] for run in alike], name="seed")
         numbers = pd.DataFrame([_numbers(run) for run in alike], index=seeds)
-        groups.append(Group(of["benchmark"], of["learner"], title, follows, alike, numbers))
-    return sorted((_told_apart(each, groups) for each in groups), key=_order)
+        groups.append(Group(of["benchmark"], of["learner"], title, alike, numbers))
+    return sorted((_distinguished(of, groups) for of in groups), key=_order)
 
 
 def _numbers(run: Any) -> dict[str, float]:
-    latency = run.read_latency()
-    return quantities.measured(run.results, baselines.accuracies(run), latency)
+    untrained = {
+        name.removesuffix("_label"): evaluation.accuracy(run.predictions["label"], labels)
+        for name, labels in analysis.untrained(run).items()
+    }
+    return quantities.measured(run.results, untrained, run.read_latency())
 
 
 def _experiment(results: dict[str, Any]) -> str:
-    """What runs of one group have in common."""
+    """Returns what runs of one group have in common."""
     return json.dumps([results["benchmark"], results["learner"], settings(results)], sort_keys=True)
 
 
-def _order(each: Group) -> tuple[Any, ...]:
-    def place(name: str, known: Iterable[str]) -> tuple[Any, ...]:
-        names = list(known)
-        return names.index(name) if name in names else len(names), name
-
-    learner, benchmark = place(each.learner, learners.names()), place(each.benchmark, BENCHMARKS)
-    return *learner, *benchmark, not each.follows_protocol, each.title
+def _order(group: Group) -> tuple[Any, ...]:
+    known = [*learners.names(), *BENCHMARKS]
+    ranks = {name: rank for rank, name in enumerate(known)}
+    names = (group.learner, group.benchmark)
+    return *((ranks.get(name, len(known)), name) for name in names), group.title
 
 
-def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
+def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
     """Adds to a title the fields in which groups of the same title differ."""
-    key = (each.benchmark, each.learner, each.title)
+    key = (group.benchmark, group.learner, group.title)
     alike = [of for of in groups if (of.benchmark, of.learner, of.title) == key]
     fields = pd.DataFrame([settings(of.results) for of in alike]).astype(str)
-    mine = settings(each.results)
+    own = settings(group.results)
     differing = [
-        f"{field} {str(mine.get(field, 'not recorded'))[:40]}"
+        f"{field} {str(own.get(field, 'not recorded'))[:40]}"
         for field in fields.columns[fields.nunique() > 1].difference(["encoder.weights"])
     ]
-    title = ", ".join([each.title] * bool(each.title) + differing)
-    return dataclasses.replace(each, title=title)
+    title = ", ".join(filter(None, [group.title, *differing]))
+    return dataclasses.replace(group, title=title)
+
+
+def analyse(group: Group, sweep: analysis.Sweep | None = None) -> None:
+    """Fills the analyses of a group and their numbers, and a line per reason why some are missing.
+
+    Args:
+        group: of `load`.
+        sweep: values of settings of FDC by name. By default the paper's, for the learner whose
+            sweeps the paper shows.
+    """
+    if sweep is None:
+        sweep = analysis.VALUES if group.learner == "cumulative_lora" else {}
+    missing: dict[str, None] = {}
+    for run in group.runs:
+        try:
+            results, numbers = analysis.of_run(run, sweep, run is group.runs[0])
+        except InputError as error:
+            missing[f"no diagnostics or sweeps: {error}"] = None
+            continue
+        if "similarity" not in results:
+            missing["no similarity: a single task"] = None
+        for name, result in results.items():
+            group.analyses.setdefault(name, []).append(result)
+        for name, number in numbers.items():
+            group.numbers.loc[run.results["seed"], name] = number
+    group.missing.extend(missing)
 
 
 def write_summary(group: Group) -> None:
@@ -252,15 +277,15 @@ def write_summary(group: Group) -> None:
     named = all(run.folder.name == f"seed_{run.results['seed']}" for run in group.runs)
     if not named or len(folders) > 1 or len(group.runs) < 2:
         return
-    numbers = {
-        name: {k: v for k, v in group.record(name).items() if k not in _LABELS}
-        | {"by_seed": {str(seed): value for seed, value in group.numbers[name].dropna().items()}}
-        for name in group.numbers
-    }
     fields = ("benchmark", "learner", "class_order_seed", "num_tasks", "num_classes", "versions")
     summary = {name: group.results.get(name) for name in fields}
     summary["config"] = group.results["config"] | {"seed": group.seeds}
-    summary |= {"seeds": group.seeds, "settings": group.title, "numbers": numbers}
+    summary |= {"seeds": group.seeds, "settings": group.title}
+    summary["numbers"] = {
+        name: group.record(name, paper.find(group.benchmark, group.learner, name))
+        | {"by_seed": {str(seed): value for seed, value in group.numbers[name].dropna().items()}}
+        for name in group.numbers
+    }
     write_json(folders.pop() / "results.json", summary)
 
 
@@ -274,16 +299,15 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
     """
     benchmark, learner = results["benchmark"], results["learner"]
     options = learners.options(learner)
-    values = _expected() | {name: each.default_on(benchmark) for name, each in options.items()}
-    for field, value in results["config"].items():
-        if field not in NOT_COMPARED and not learners.of_another(field, learner):
-            values[field] = value
-    for section, names in (
-        ("encoder", ("sha256", "weights")),
-        ("data", ("train_sha256", "test_sha256")),
-    ):
-        of_section = results.get(section) or {}
-        values |= {f"{section}.{name}": of_section.get(name) for name in names}
+    values = _EXPECTED | {name: each.default_on(benchmark) for name, each in options.items()}
+    values |= {
+        field: value
+        for field, value in results["config"].items()
+        if field not in NOT_COMPARED and not learners.of_another(field, learner)
+    }
+    encoder, data = (results.get(section) or {} for section in ("encoder", "data"))
+    values |= {f"encoder.{name}": encoder.get(name) for name in ("sha256", "weights")}
+    values |= {f"data.{name}": data.get(name) for name in ("train_sha256", "test_sha256")}
     values |= {name: results.get(name) for name in ("split", "num_train_images", "num_test_images")}
     return dict(sorted(values.items()))
 
@@ -293,7 +317,7 @@ def deviations(benchmark: str, learner: str, values: dict[str, Any]) -> list[str
 
     Of a benchmark that the paper does not have, only settings of learner and FDC are compared.
     """
-    expected, sizes = _expected(), paper.sizes(benchmark)
+    expected, sizes = _EXPECTED, paper.sizes(benchmark)
     if not sizes:
         method = ("learner.preset", "fdc.")
         expected = {name: value for name, value in expected.items() if name.startswith(method)}
@@ -306,14 +330,8 @@ def deviations(benchmark: str, learner: str, values: dict[str, Any]) -> list[str
         count = values[f"num_{part}_images"]
         if sizes and not values[f"data.{part}_per_class"] and count not in (None, sizes[part]):
             phrases.append(f"{count:,} of {sizes[part]:,} {word} images")
-    weights, patterns = values["encoder.weights"], paper.numbers()["protocol"]["weights"]
+    weights, patterns = values["encoder.weights"], paper.NUMBERS["protocol"]["weights"]
     same_size = values["encoder.variant"] == expected.get("encoder.variant")
     if weights and same_size and not any(fnmatch.fnmatch(weights, each) for each in patterns):
         phrases.append(f"weights {weights}")
     return phrases + learners.deviations(learner, values | {"benchmark": benchmark})
-
-
-def _expected() -> dict[str, Any]:
-    """The paper's settings by field, and what it leaves open by default."""
-    known = paper.numbers()["protocol"]
-    return known["fields"] | known["unstated"]

@@ -2,22 +2,25 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from fdc_jax import learners
+from fdc_jax import evaluation, learners
 from fdc_jax.calibration import FDC
 from fdc_jax.machine.files import csv_text, read_json, write_text
-from fdc_jax.report import formatting, frames, paper, quantities, runs
+from fdc_jax.report import analysis, formatting, paper, quantities
 from fdc_jax.report.formatting import number
 from fdc_jax.report.runs import Group
 
-# A row of a table by heading: labels and cells.
+# A row of a table by heading.
 Row = dict[str, Any]
+# Returns a number to compare with, by benchmark, learner and quantity.
+Find = Callable[[str, str, str], paper.Published | None]
 
 
 class Table(NamedTuple):
@@ -28,7 +31,7 @@ class Table(NamedTuple):
     frame: pd.DataFrame  # labels of rows in the index; cells as text, NaN for a gap
     note: str = ""  # how to read it: units, what is compared with what
     scope: str = ""  # departures from the paper's protocol, to be said above the table
-    numbers: pd.DataFrame | None = None  # rows of `Group.record`; None: the frame is all there is
+    numbers: pd.DataFrame | None = None  # rows of `Group.record`
     best: frozenset[tuple[int, int]] = frozenset()  # row and column of cells in bold
 
     @property
@@ -36,40 +39,42 @@ class Table(NamedTuple):
         """The frame with a dash in every gap."""
         return self.frame.astype(object).where(self.frame.notna(), "–")
 
-    @property
-    def labels(self) -> pd.DataFrame:
-        """Labels of rows as text; a label that the row above has, too, is empty."""
+    def rows(self) -> Iterable[tuple[list[str], list[tuple[str, bool]]]]:
+        """Yields labels and cells of each row; labels that the row above has are empty.
+
+        A cell is its text, and whether it is the best.
+        """
         labels = self.frame.index.to_frame(index=False).astype(str)
         same = labels.eq(labels.shift()).astype(int).cummin(axis=1).astype(bool)
         same.isetitem(-1, False)
-        return labels.mask(same, "")
+        cells = self.shown.astype(str).to_numpy().tolist()
+        for row, names in enumerate(labels.mask(same, "").to_numpy().tolist()):
+            yield names, [(text, (row, i) in self.best) for i, text in enumerate(cells[row])]
 
     def to_latex(self) -> str:
         """Returns a table environment, which needs the package booktabs."""
-        labels, cells = self.labels.map(_latex), self.shown.map(_latex)
-        for row, column in self.best:
-            cells.iloc[row, column] = rf"\textbf{{{cells.iloc[row, column]}}}"
-        whole = pd.concat([labels, cells.reset_index(drop=True)], axis=1)
-        text = whole.rename(columns=_latex).to_latex(
+        rows = [
+            [
+                *map(_latex, labels),
+                *(rf"\textbf{{{_latex(text)}}}" if best else _latex(text) for text, best in cells),
+            ]
+            for labels, cells in self.rows()
+        ]
+        names = [_latex(name) for name in (*self.frame.index.names, *self.frame.columns)]
+        text = pd.DataFrame(rows, columns=names).to_latex(
             index=False,
             escape=False,
             caption=_latex(" ".join(filter(None, (f"{self.title}.", self.scope)))),
             label=f"tab:{self.name.replace('_', '-')}",
-            column_format="l" * labels.shape[1] + "r" * cells.shape[1],
+            column_format="l" * self.frame.index.nlevels + "r" * self.frame.shape[1],
         )
-        opened = r"\begin{table}"
-        return f"% {self.note} {READING}\n" + text.replace(
-            opened, f"{opened}\n\\centering\\small", 1
-        )
+        text = text.replace(r"\begin{table}", "\\begin{table}\n\\centering\\small", 1)
+        return f"% {self.note} {READING}\n{text}"
 
     def write(self, folder: Path) -> None:
         """Writes `<name>.csv` and `.tex` into a folder."""
-        content = (
-            csv_text(self.frame)
-            if self.numbers is None
-            else csv_text(self.numbers.convert_dtypes(), index=False)
-        )
-        write_text(folder / f"{self.name}.csv", content)
+        numbers = pd.DataFrame() if self.numbers is None else self.numbers.convert_dtypes()
+        write_text(folder / f"{self.name}.csv", csv_text(numbers, index=False))
         write_text(folder / f"{self.name}.tex", self.to_latex())
 
 
@@ -97,82 +102,31 @@ _BESIDE = (
 
 def build(groups: Sequence[Group]) -> list[Table]:
     """Builds the tables of groups; one without a number of ours is left out."""
-    built = [of_runs(groups)] * (sum(len(group.runs) for group in groups) > 1)
-    built += [of_calibrators(groups), *(_beside(groups, name) for name in _BESIDE)]
-    built.append(of_selection(groups))
+    besides = (beside(groups, name) for name in _BESIDE)
+    built = [of_calibrators(groups), *besides, of_selection(groups)]
     return [table for table in built if len(table.frame)]
 
 
-def of_runs(groups: Sequence[Group]) -> Table:
-    """Builds the table of runs: their accuracies, and the settings in which they differ."""
-    rows = {}
-    for group in groups:
-        best = frames.leading(group).get("best", "raw")
-        for run in group.runs:
-            of, accuracy = run.results, run.results["accuracy"]
-            names = {"learner": group.learner, "benchmark": group.benchmark, "seed": of["seed"]}
-            settings = {name: str(each)[:40] for name, each in runs.settings(of).items()}
-            accuracies = {f"{name}, %": number(accuracy.get(name)) for name in ("raw", FDC.name)}
-            accuracies |= {
-                "best calibrator": formatting.method_title(best),
-                "best, %": number(accuracy[best]),
-            }
-            rows["/".join(run.folder.absolute().parts[-2:])] = names | accuracies | settings
-    made = pd.DataFrame.from_dict(rows, orient="index").dropna(axis=1).rename_axis("run")
-    kept = (made.nunique() > 1) | made.columns.str.endswith("%")
-    return Table("runs", _TEXTS["runs"]["title"], made.loc[:, kept], _TEXTS["runs"]["note"])
-
-
-def of_calibrators(groups: Sequence[Group]) -> Table:
-    """Builds the table of calibrators side by side."""
-    names, scope = _settings(groups)
-    rows = [
-        {
-            "learner": learners.title(group.learner),
-            "benchmark": paper.benchmark_title(group.benchmark),
-            "numbers": names[group.title],
-            "calibrator": title,
-            **cells.to_dict(),
-        }
-        for group in groups
-        for title, cells in frames.calibrators(group).iterrows()
-    ]
-    kinds = ("", "gain:", "routing:", "aia:", "storage:")
-    of = (
-        (group, f"{kind}{name}")
-        for group in groups
-        for name in frames.shown(group)
-        for kind in kinds
-    )
-    made = _table("calibrators", rows, scope, (g.record(q) for g, q in of if g.values(q)))
-    one = made.frame.droplevel(made.frame.index.names[:-1]) if len(groups) == 1 else made.frame
-    return made._replace(frame=one)
-
-
-def of_tasks(group: Group) -> Table:
-    """Builds the table of accuracies on each task, empty where not all were recorded."""
-    accuracy = frames.tasks(group).rename(columns=formatting.method_title).rename_axis("task")
-    shown = accuracy.map(lambda value: number(value, 1))
-    return Table("tasks", _TEXTS["tasks"]["title"], shown, _TEXTS["tasks"]["note"])
-
-
-def _table(name: str, rows: Iterable[Row], scope: str, numbers: Iterable[Row] = ()) -> Table:
+def _table(
+    name: str,
+    rows: Mapping[tuple[str, ...], Row],
+    scope: str = "",
+    numbers: Sequence[Row] = (),
+    columns: Sequence[str] | None = None,
+) -> Table:
+    """Returns a table of `tables.json`; columns are those named here or there, or of the rows."""
     text = _TEXTS[name]
-    made = frame(rows, text["labels"], text.get("columns"))
-    return Table(name, text["title"], made, text["note"], scope, pd.DataFrame(list(numbers)))
+    made = frame(rows, text["labels"], columns or text.get("columns"))
+    return Table(name, text["title"], made, text["note"], scope, pd.DataFrame(numbers))
 
 
 def frame(
-    rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str] | None = None
+    rows: Mapping[tuple[str, ...], Row], labels: Sequence[str], columns: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Returns rows as a frame with the labels in its index, without rows and columns of gaps.
-
-    Columns are those of the rows unless others are named.
-    """
-    rows = list(rows)
-    columns = columns or [*dict.fromkeys(k for row in rows for k in row if k not in labels)]
-    made = pd.DataFrame(rows, columns=[*labels, *columns], dtype=object)
-    return made.set_index(list(labels)).dropna(how="all").dropna(how="all", axis=1)
+    """Returns rows by their labels as a frame without rows and columns of gaps."""
+    index = pd.MultiIndex.from_tuples(rows, names=labels) if rows else None
+    made = pd.DataFrame([*rows.values()], index, columns, dtype=object)
+    return made.dropna(how="all").dropna(how="all", axis=1)
 
 
 def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
@@ -182,17 +136,91 @@ def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
     if len(titles) == 1:
         names, scope = dict.fromkeys(titles, "ours"), "".join(departing)
     else:
-        numbered = {title: f"ours ({n})" for n, title in enumerate(departing, 1)}
-        names, scope = {"": "ours"} | numbered, "; ".join(
-            f"({n}) {title}" for n, title in enumerate(departing, 1)
-        )  # fmt: skip
+        numbered = [*enumerate(departing, 1)]
+        names = {"": "ours"} | {title: f"ours ({n})" for n, title in numbered}
+        scope = "; ".join(f"({n}) {title}" for n, title in numbered)
     return names, f"Ours depart from the paper's protocol: {scope}." if departing else ""
 
 
-# Ours beside the paper's -------------------------------------------------------------------------
+# Calibrators and tasks ---------------------------------------------------------------------------
 
-# Components that the paper selects from, by the key of their stand-alone result.
-_PARTS = {"tsf": "TSF", "pac+rlc_pretrained_view": "E_0", "pac+rlc_adapted_view": "E_T"}
+
+def _shown(group: Group) -> list[str]:
+    """Returns the names of the calibrators in a table: own ones, untrained ones, the task given."""
+    names = [*dict.fromkeys([*group.methods, *analysis.UNTRAINED, "oracle"])]
+    if learners.selected(group.learner) != "full" and FDC.name in names:
+        names.insert(names.index(FDC.name) + 1, "selected")
+    return [*filter(group.values, names)]
+
+
+def of_calibrators(groups: Sequence[Group]) -> Table:
+    """Builds the table of calibrators side by side.
+
+    Of several seeds, means ± sample standard deviations; intervals are those of `Group.gain`.
+    `paper` is the paper's accuracy.
+    """
+    names, scope = _settings(groups)
+    rows, numbers = {}, []
+    for group in groups:
+        titles = learners.title(group.learner), paper.benchmark_title(group.benchmark)
+        for name in _shown(group):
+            kinds = [kind for kind in _KINDS if group.values(f"{kind}{name}")]
+            records = {kind: _record(group, f"{kind}{name}") for kind in kinds}
+            numbers += records.values()
+            gain = records["gain:"] if name not in ("raw", "oracle") else {}
+            storage = np.array(group.values(f"storage:{name}") or math.nan) / 2**20
+            rows[*titles, names[group.title], formatting.method_title(name)] = {
+                "accuracy": formatting.mean(records[""]),
+                "95 % interval": formatting.interval(records[""], signed=False),
+                "paper": formatting.mean(records[""], "paper_"),
+                "gain": formatting.mean(gain, signed=True),
+                "interval of the gain": formatting.interval(gain),
+                "right task": formatting.mean(records.get("routing:", {})),
+                "average over tasks": formatting.mean(records.get("aia:", {})),
+                "storage, MiB": formatting.mean(evaluation.student(storage)._asdict()),
+            }
+    made = _table("calibrators", rows, scope, numbers)
+    one = made.frame.droplevel(made.frame.index.names[:-1]) if len(groups) == 1 else made.frame
+    return made._replace(frame=one)
+
+
+_KINDS = ("", "gain:", "routing:", "aia:", "storage:")
+
+
+def _record(group: Group, quantity: str, find: Find = paper.find) -> Row:
+    """Returns a quantity that a seed has as a row of numbers."""
+    labels = {"benchmark": group.benchmark, "learner": group.learner}
+    published = find(group.benchmark, group.learner, quantity)
+    return labels | group.record(quantity, published) | {"settings": group.title}
+
+
+def of_tasks(group: Group) -> Table:
+    """Builds the table of final accuracies on each task, with the forgetting below."""
+    names = (*group.methods, "oracle")
+    columns = {formatting.method_title(name): _by_task(group, name) for name in names}
+    shown = pd.DataFrame(columns).rename_axis("task").map(lambda value: number(value, 1))
+    return Table("tasks", _TEXTS["tasks"]["title"], shown, _TEXTS["tasks"]["note"])
+
+
+def _by_task(group: Group, method: str) -> pd.Series:
+    """Returns the final accuracy on each task, and the forgetting, means over seeds.
+
+    Forgetting is the mean over all tasks but the last of their best earlier accuracy minus their
+    final one (Chaudhry et al., "Riemannian Walk for Incremental Learning", 2018). It is left out
+    where not every task was evaluated.
+    """
+    seeds = []
+    for run in group.runs:
+        points = [(point.get("task_accuracy") or {}) for point in run.results["curve"]]
+        after = pd.DataFrame([dict(enumerate(point.get(method) or [], 1)) for point in points])
+        final = after.astype(float).iloc[-1]
+        if len(after) == run.results["num_tasks"] > 1:
+            final["Forgetting"] = (after[:-1].max() - final)[:-1].mean()
+        seeds.append(final)
+    return pd.concat(seeds, axis=1).mean(axis=1, skipna=False)
+
+
+# Ours beside the paper's -------------------------------------------------------------------------
 
 
 def _lines(table: str, own: Sequence[Group]) -> dict[str, str]:
@@ -211,93 +239,89 @@ def _lines(table: str, own: Sequence[Group]) -> dict[str, str]:
     return _TEXTS[table]["lines"]
 
 
-def _beside(groups: Sequence[Group], table: str) -> Table:
-    """Builds a table with a column per benchmark, and rows of ours, the paper's, the difference."""
-    text, (names, scope) = _TEXTS[table], _settings(groups)
+def beside(
+    groups: Sequence[Group],
+    table: str,
+    lines: Callable[[Sequence[Group]], Mapping[str, str]] | None = None,
+    find: Find = paper.find,
+) -> Table:
+    """Builds a table with a column per benchmark, and rows of ours, the paper's, the difference.
+
+    Args:
+        groups: of `runs.load`.
+        table: its name in `tables.json`.
+        lines: returns quantities by their labels, for the groups of a learner; by default `_lines`.
+        find: returns the number beside ours, by default the paper's.
+    """
+    other = "paper" if find is paper.find else table
+    names, scope = _settings(groups)
     rows: dict[tuple[str, ...], Row] = {}
     numbers = []
     for learner in dict.fromkeys(group.learner for group in groups):
         own = [group for group in groups if group.learner == learner]
-        for label, quantity in _lines(table, own).items():
-            for record in _records(own, quantity):
+        for label, quantity in (lines or partial(_lines, table))(own).items():
+            for record in _records(own, quantity, find):
                 numbers.append(record)
-                title = record["benchmark"]
-                heading = "Avg." if title == paper.AVERAGE else paper.benchmark_title(title)
-                for kind, cell in _cells(record, names[record["settings"]]).items():
-                    key = learners.title(learner), label, kind
-                    rows.setdefault(key, {})[heading] = cell
-    labels = [*text["labels"], "numbers"]
-    lines = [dict(zip(labels, key, strict=True)) | cells for key, cells in rows.items()]
-    made = frame(lines, labels, [*benchmarks(groups).values(), "Avg."])
-    best = _best(made) if text.get("best") else frozenset()
-    return Table(table, text["title"], made, text["note"], scope, pd.DataFrame(numbers), best)
+                for kind, cell in _cells(record, names[record["settings"]], other).items():
+                    row = rows.setdefault((learners.title(learner), label, kind), {})
+                    row[paper.benchmark_title(record["benchmark"])] = cell
+    # The user's own benchmarks come first, then the paper's.
+    known, present = paper.benchmarks(), [*dict.fromkeys(group.benchmark for group in groups)]
+    ordered = sorted(present, key=lambda name: known.index(name) if name in known else -1)
+    columns = [*map(paper.benchmark_title, (*ordered, paper.AVERAGE))]
+    made = _table(table, rows, scope, numbers, columns)
+    return made._replace(best=_best(made.frame)) if _TEXTS[table].get("best") else made
 
 
-def _records(own: Sequence[Group], quantity: str) -> Iterable[Row]:
+def _records(own: Sequence[Group], quantity: str, find: Find) -> Iterable[Row]:
     """Yields a learner's records of a quantity, and of its mean over the paper's benchmarks."""
-    records = [group.record(quantity) for group in own if group.values(quantity)]
+    able = [group for group in own if group.values(quantity)]
+    records = [_record(group, quantity, find) for group in able]
     yield from records
-    published = _published(own[0].learner, quantity)
     for settings in dict.fromkeys(record["settings"] for record in records):
-        alike = {each["benchmark"]: each for each in records if each["settings"] == settings}
-        if alike.keys() >= {*paper.benchmarks()}:
-            mean = float(np.mean([alike[name]["mean"] for name in paper.benchmarks()]))
-            gap = None if published is None else mean - published
-            of_all = {"benchmark": paper.AVERAGE, "mean": mean, "paper_mean": published}
+        means = {r["benchmark"]: r["mean"] for r in records if r["settings"] == settings}
+        if means.keys() >= {*paper.benchmarks()}:
+            mean = float(np.mean([means[name] for name in paper.benchmarks()]))
+            published = find(paper.AVERAGE, own[0].learner, quantity)
             yield dict.fromkeys(records[0]) | {
                 **{name: records[0][name] for name in ("learner", "calibrator", "quantity")},
-                **of_all,
-                **{"difference": gap, "settings": settings},
+                **{"benchmark": paper.AVERAGE, "mean": mean, "settings": settings},
+                **{"paper_mean": published and published.mean},
+                "difference": published and mean - published.mean,
             }
 
 
-def _published(learner: str, quantity: str) -> float | None:
-    """Returns the paper's average, or the mean of its numbers of all five benchmarks."""
-    if known := paper.find(paper.AVERAGE, learner, quantity):
-        return known.mean
-    each = [paper.find(name, learner, quantity) for name in paper.benchmarks()]
-    return None if None in each else float(np.mean([of.mean for of in each if of]))
-
-
-def _cells(record: Row, ours: str) -> dict[str, str]:
+def _cells(record: Row, ours: str, other: str) -> dict[str, str]:
     """Returns the text of a record by the label of its row."""
-    kind = record["quantity"]
-    signed = kind.startswith(("gain", "added", "correlation", "contribution"))
-
-    def text(name: str, count: float | None = None) -> str:
-        std = record.get(f"{name}std")
-        std = math.nan if std is None else std
-        return formatting.mean(record[f"{name}mean"], std, count, signed=signed)
-
-    usual = record["n"] in (None, paper.numbers()["num_seeds"])
-    cells = {ours: text("", None if usual else record["n"])}
+    signed = record["quantity"].startswith(("gain", "added", "correlation", "contribution"))
+    usual = record["n"] in (None, paper.NUMBERS["num_seeds"])
+    cells = {ours: formatting.mean(record, signed=signed) + ("" if usual else f" ({record['n']})")}
     if record["paper_mean"] is not None:
         gap = number(record["difference"], signed=True)
-        if (low := record["difference_low"]) is not None:
-            ends = (number(each, 1, signed=True) for each in (low, record["difference_high"]))
-            gap += f" ({' to '.join(ends)})"
-        cells |= {"paper": text("paper_"), ours.replace("ours", "difference"): gap}
+        if isinstance(ends := formatting.interval(record, "difference_", 1), str):
+            gap += f" ({ends})"
+        cells[other] = formatting.mean(record, "paper_", signed=signed)
+        cells[ours.replace("ours", "difference")] = gap
     return cells
-
-
-def benchmarks(groups: Sequence[Group]) -> dict[str, str]:
-    """Returns headings of columns by benchmark; the user's own first, then the paper's."""
-    present = dict.fromkeys(each.benchmark for each in groups)
-    names = [name for name in present if name not in paper.benchmarks()]
-    names += [name for name in paper.benchmarks() if name in present]
-    return {name: paper.benchmark_title(name) for name in names}
 
 
 def _best(made: pd.DataFrame) -> frozenset[tuple[int, int]]:
     """Returns row and column of the largest mean of ours in every column."""
-    own = [str(label[-1]).startswith("ours") for label in made.index]
+    own = np.array([str(label[-1]).startswith("ours") for label in made.index])
     means = made.map(lambda cell: float(cell.split()[0]) if isinstance(cell, str) else math.nan)
-    largest = means[own].max()
-    places = np.argwhere((means.eq(largest) & np.array(own)[:, None]).to_numpy())
-    return frozenset((int(row), int(column)) for row, column in places)
+    cells = np.argwhere((means.eq(means[own].max()) & own[:, None]).to_numpy())
+    return frozenset((int(row), int(column)) for row, column in cells)
 
 
 # Selection rule ----------------------------------------------------------------------------------
+
+# Components that the paper selects from, by the key of their stand-alone result.
+_PARTS = {"tsf": "TSF", "pac+rlc_pretrained_view": "E_0", "pac+rlc_adapted_view": "E_T"}
+
+
+def _gains(own: Sequence[Group], key: str) -> list[float]:
+    """Returns the mean gain of some components on each benchmark."""
+    return [float(np.mean(group.values(f"gain:{key}"))) for group in own]
 
 
 def selected(own: Sequence[Group]) -> str:
@@ -306,9 +330,7 @@ def selected(own: Sequence[Group]) -> str:
     The paper's rule ("Plug-and-Play Calibration"): a component is enabled if its stand-alone gain,
     averaged over seeds, is positive on every benchmark.
     """
-    tsf, pretrained, adapted = (
-        all(np.mean(group.values(f"gain:{key}")) > 0 for group in own) for key in _PARTS
-    )
+    tsf, pretrained, adapted = (min(_gains(own, key)) > 0 for key in _PARTS)
     if adapted and pretrained:
         return "full" if tsf else "pac+rlc"
     if not (adapted or pretrained):
@@ -320,58 +342,45 @@ def selected(own: Sequence[Group]) -> str:
 def of_selection(groups: Sequence[Group]) -> Table:
     """Builds the table of selected components, and of the pairs of learner and set with a gain."""
     names, scope = _settings(groups)
-    rows, numbers, pooled = [], [], {}
     members: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         if group.values("gain:selected") and group.values("gain:full"):
-            members.setdefault((group.title, group.learner), []).append(group)
-
-    def add(learner: str, title: str, label: str, gains: dict[str, list[float]], **more: Any):
-        pairs = {f"gains, {kind}": _pairs(of)[0] for kind, of in gains.items()}
-        rows.append({"learner": label, "numbers": title} | more | pairs)
-        for kind, of in gains.items():
-            for name, value in zip(("pairs with a gain", "gain"), _pairs(of)[1:], strict=True):
-                labels = {"learner": learner, "calibrator": kind, "quantity": name}
-                numbers.append(labels | {"mean": value, "n": len(of), "settings": title})
-
-    for (title, learner), own in members.items():
-        ruled, chosen = selected(own), learners.selected(learner)
-        keys = {"the paper's choice": "selected", "own choice": ruled, "all components": "full"}
-        gains = {
-            kind: [float(np.mean(group.values(f"gain:{key}"))) for group in own]
-            for kind, key in keys.items()
+            members.setdefault((group.learner, names[group.title]), []).append(group)
+    rows, gains = {}, []
+    for (learner, title), own in members.items():
+        keys = {
+            "the paper's choice": "selected",
+            "own choice": selected(own),
+            "all components": "full",
         }
-        least = {
-            part: number(
-                min(float(np.mean(group.values(f"gain:{key}"))) for group in own), signed=True
-            )
-            for key, part in _PARTS.items()
+        for choice, key in keys.items():
+            gains += [(learner, title, choice, gain) for gain in _gains(own, key)]
+        least = {part: number(min(_gains(own, key)), signed=True) for key, part in _PARTS.items()}
+        rows[learner, title] = least | {
+            "own choice": paper.COMPONENT_TITLES[keys["own choice"]],
+            "the paper's choice": paper.COMPONENT_TITLES[learners.selected(learner)],
         }
-        titles = {
-            kind: paper.COMPONENT_TITLES[key]
-            for kind, key in (("own choice", ruled), ("the paper's choice", chosen))
-        }
-        add(learner, names[title], learners.title(learner), gains, **least, **titles)
-        if learner in paper.plugged():
-            for kind, of in gains.items():
-                pooled.setdefault(names[title], {}).setdefault(kind, []).extend(of)
+    gains += [("plugged", *gain[1:]) for gain in gains if gain[0] in paper.plugged()]
     if any(group.benchmark in paper.benchmarks() for group in groups):
-        kinds = {"the paper's choice": "selected", "all components": "full"}
-        pooled["paper"] = {
-            kind: [
-                published.mean
-                for learner in paper.plugged()
-                for name in paper.benchmarks()
-                if (published := paper.find(name, learner, f"gain:{key}"))
-            ]
-            for kind, key in kinds.items()
-        }
-    for title, gains in pooled.items():
-        add("plugged", title, "learners of Table plugin", gains)
-    return _table("selection", rows, scope, numbers)
-
-
-def _pairs(gains: Sequence[float]) -> tuple[str, int, float]:
-    """Returns the number of positive gains and the mean gain, first both as text."""
-    positive, mean = sum(gain > 0 for gain in gains), float(np.mean(gains))
-    return f"{positive} of {len(gains)}, {number(mean, signed=True)}", positive, mean
+        gains += [
+            ("plugged", "paper", choice, published.mean)
+            for choice, key in (("the paper's choice", "selected"), ("all components", "full"))
+            for learner in paper.plugged()
+            for name in paper.benchmarks()
+            if (published := paper.find(name, learner, f"gain:{key}"))
+        ]
+    numbers, table = [], pd.DataFrame(gains, columns=["learner", "settings", "choice", "gain"])
+    for key, of in table.groupby(["learner", "settings", "choice"], sort=False)["gain"]:
+        learner, title, choice = key
+        positive, mean = int((of > 0).sum()), float(of.mean())
+        text = f"{positive} of {len(of)}, {number(mean, signed=True)}"
+        rows.setdefault((learner, title), {})[f"gains, {choice}"] = text
+        for name, value in (("pairs with a gain", positive), ("gain", mean)):
+            labels = {"learner": learner, "calibrator": choice, "quantity": name}
+            numbers.append(labels | {"mean": value, "n": len(of), "settings": title})
+    titles = {"plugged": "learners of Table plugin"}
+    titled = {
+        (titles.get(learner) or learners.title(learner), title): row
+        for (learner, title), row in rows.items()
+    }
+    return _table("selection", titled, scope, numbers)

@@ -44,7 +44,7 @@ class Timing(TypedDict, total=False):
     training_seconds: Measured | None
     adapted_extraction_seconds: Measured | None
     pretrained_extraction_seconds: Measured | None
-    fit_seconds: Measured | dict[Name, Measured] | None
+    fit_seconds: dict[Name, Measured] | None
 
 
 class Point(TypedDict):

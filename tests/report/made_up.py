@@ -14,8 +14,8 @@ from fdc_jax.run.schema import PLANNED
 
 # What a run by the paper's protocol has in its configuration.
 PROTOCOL = {
-    **paper.numbers()["protocol"]["fields"],
-    **paper.numbers()["protocol"]["unstated"],
+    **paper.NUMBERS["protocol"]["fields"],
+    **paper.NUMBERS["protocol"]["unstated"],
 }
 
 COMPONENTS = tuple(paper.COMPONENT_TITLES)
@@ -101,7 +101,7 @@ def results(
         "peak_memory_bytes": {"training": 2**32, "fdc": 2**28},
         "encoder": {
             "variant": "B/16",
-            "weights": paper.numbers()["protocol"]["weights"][0],
+            "weights": paper.NUMBERS["protocol"]["weights"][0],
             "sha256": "ab" * 32,
             "input_range": "pilot01",
         },
@@ -133,6 +133,7 @@ class MadeUpRun:
         self.folder, self.results = folder, results
         self.predictions_file = Path(__file__)  # one that is there
         self.predictions = predictions(results["seed"], results["num_tasks"])
+        self.class_names = ()
 
     def read_latency(self):
         """Of a run whose inference was not timed."""

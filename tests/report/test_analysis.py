@@ -32,7 +32,7 @@ def routed(features, **settings):
 def test_a_sweep_is_the_reference_at_its_value(tmp_path, parameter, value, keyword):
     features = feature_set()
     write_features(tmp_path, features)
-    found = analysis.accuracies(tmp_path, {}, parameter, value)
+    found = analysis.refitted(tmp_path, {}, parameter, value)
     expected = {f"{parameter}={value:g}": {keyword: value}}
     if parameter == "neighbours":
         expected["nearest=2"] = {"neighbours": 2, "nearest": True}
@@ -59,7 +59,7 @@ def analysed(folder, features, sweep=None, seeds=(1, 2)):
         if features is not None:
             write_features(folder / f"seed_{seed}" / "features", features)
     (group,) = runs.load([folder])[0]
-    analysis.analyse(group, sweep)
+    runs.analyse(group, sweep)
     return group
 
 
@@ -83,9 +83,9 @@ def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
     # Another learner is swept if asked to be.
     (other,) = runs.load([tmp_path])[0]
     other = dataclasses.replace(other, learner="loda")
-    analysis.analyse(other)
+    runs.analyse(other)
     assert not [name for name in other.numbers if "=" in name]
-    analysis.analyse(other, {"attenuation": [0.1]})
+    runs.analyse(other, {"attenuation": [0.1]})
     assert len(other.values("attenuation=0.1")) == 2
 
 
@@ -93,11 +93,11 @@ def test_features_and_code_that_stay_are_not_fitted_again(tmp_path, monkeypatch)
     analysed(tmp_path, feature_set(), seeds=(1,))
     (group,) = runs.load([tmp_path])[0]
     monkeypatch.setattr(analysis, "FDC", None)
-    analysis.analyse(group)
+    runs.analyse(group)
     assert group.missing == [] and group.values("attenuation=0.25")
     write_features(tmp_path / "seed_1" / "features", feature_set())
     with pytest.raises(TypeError):
-        analysis.analyse(group)
+        runs.analyse(group)
 
 
 def test_what_a_run_does_not_allow_is_missing_with_the_reason(tmp_path):

@@ -26,7 +26,7 @@ def report(tmp_path_factory):
     kinds = ("accuracy_curve", "task_confusion", "task_identity")
     found = [test_page.material(), test_page.material(long)]
     tables = [test_page.table(), test_page.table("other", long, long)]
-    text = test_page.rendered(members, tables, (), kinds, found)
+    text = test_page.rendered(members, tables, None, kinds, found)
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(text, encoding="utf-8")
     return path.as_uri()
@@ -135,7 +135,8 @@ def test_predictions_are_filtered_and_sorted_without_a_script(browser, tmp_path)
 
 def test_a_click_at_a_pair_shows_its_pictures(browser, tmp_path):
     of = test_classes.group()
-    found = classes.load(of, ("a_very_long_name_" * 4,) * 6)
+    of.runs[0].class_names = ("a_very_long_name_" * 4,) * 6
+    found = classes.load(of)
     path = tmp_path / "classes.html"
     path.write_text(page_of.render_classes(of, classes.with_pictures(found, of)), "utf-8")
     page = browser.new_page(viewport={"width": 390, "height": 844})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fdc_jax.report import __main__, analysis, classes, figures, pictures, runs, tables
+from fdc_jax.report import __main__, classes, figures, pictures, runs, tables
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -26,7 +26,7 @@ def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkey
         assert sweep == {"neighbours": ()}
         group.missing.append("no similarity: why")
 
-    monkeypatch.setattr(analysis, "analyse", analyse)
+    monkeypatch.setattr(runs, "analyse", analyse)
     given = [str(each) for each in sorted(folder.iterdir())]
     assert __main__.main([*given, f"--output={output}", "--sweep=neighbours"]) == 0
     printed = capsys.readouterr()
@@ -57,7 +57,7 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, monkeypatch)
     given += [f"--reference={tmp_path / 'other code.csv'}"]
     assert __main__.main(given) == 0
     assert capsys.readouterr() == ("", "")
-    assert ",50,,1," in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
+    assert ",,50,,14.4" in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,10 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, monkeypatch)
         (["notes"], "no usable run among 1 folder: notes: notes: expected the work directory"),
         (["b", "--sweep=gamma"], "--sweep: expected one of attenuation, retained_energy"),
         (["b", "--reference=other.csv"], "one of the runs (benchmark and learner digits cumul"),
-        (["b", "--reference=bad.csv"], "bad.csv: line 2: column value: expected a number"),
+        (
+            ["b", "--reference=bad.csv"],
+            "line 2: Expected `float`, got `str` - at `$.value`, found {",
+        ),
         (["b", "--output=bad.csv"], "--output=bad.csv: expected a folder to write in"),
     ],
 )
@@ -75,7 +78,7 @@ def test_an_error_is_one_line_and_comes_before_any_work(
     folder, arguments, message, monkeypatch, capsys
 ):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(analysis, "analyse", None)
+    monkeypatch.setattr(runs, "analyse", None)
     header = "benchmark,learner,quantity,value\ndigits,loda,raw,"
     (folder / "bad.csv").write_text(header + "much")
     (folder / "other.csv").write_text(header + "50")

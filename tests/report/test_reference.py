@@ -1,15 +1,16 @@
 """Reference files: what is refused, and what is compared how."""
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from scipy import stats
 
 from fdc_jax.errors import InputError
 from fdc_jax.report import reference, runs
-from fdc_jax.report.reference import compare
+from fdc_jax.report.paper import Published
+from tests.report import made_up
 from tests.report.made_up import results, write_run
 
 HEADER = "benchmark,learner,quantity,seed,value,std,n,source"
@@ -21,11 +22,6 @@ def read(tmp_path, *lines, header=HEADER):
     return reference.read(path)
 
 
-def entries(*rows):
-    """Lines of a file about one quantity: value, seed, std, n."""
-    return pd.DataFrame(rows, columns=["value", "seed", "std", "n"], dtype=float)
-
-
 def test_a_file_is_read_whatever_the_order_of_columns(tmp_path):
     found = read(
         tmp_path,
@@ -33,20 +29,23 @@ def test_a_file_is_read_whatever_the_order_of_columns(tmp_path):
         "1.5,,mine.module,gain:tsf+rlc,my benchmark",
         header="\ufeffvalue,source,learner,quantity,benchmark",
     )
-    columns = ["benchmark", "learner", "quantity", "value"]
-    assert found[columns].to_numpy().tolist() == [
-        ["cifar100", "cumulative_lora", "fdc", 88.6],
-        ["my benchmark", "mine.module", "gain:tsf+rlc", 1.5],
+    assert [msgspec.structs.astuple(line)[:4] for line in found] == [
+        ("cifar100", "cumulative_lora", "fdc", 88.6),
+        ("my benchmark", "mine.module", "gain:tsf+rlc", 1.5),
     ]
-    assert found.source[0] == "FDC paper" and found[["seed", "std", "n"]].isna().all(axis=None)
+    assert found[0].source == "FDC paper" and found[0].seed is None and np.isnan(found[0].n)
 
 
 @pytest.mark.parametrize(
     ("line", "place"),
     [
-        ("cifar100,inflora,raw,,much,,,", "line 3: column value: expected a number"),
-        ("cifar100,inflora,raw,,1,-0.1,3,", "line 3: column std: expected a number from 0"),
-        ("cifar100,loda,raw,,2,,,", "line 3: column quantity: expected each once"),
+        ("cifar100,inflora,raw,,much,,,", "line 3: Expected `float`, got `str` - at `$.value`"),
+        ("cifar100,inflora,raw,,nan,,,", "line 3: Expected `float` >= -1000000000000.0 - at"),
+        ("cifar100,inflora,raw,,1,-0.1,3,", "line 3: Expected `float` >= 0.0 - at `$.std`"),
+        ("cifar100,inflora,row,,1,,,", "line 3: quantity: expected one such as raw, fdc"),
+        ("cifar100,inflora", "line 3: Object missing required field `quantity`"),
+        ("cifar100,inflora,raw,,1,,,,x", "line 3: Object contains unknown field `more cells"),
+        ("cifar100,loda,raw,,2,,,", "line 3: quantity: expected each once"),
     ],
 )
 def test_a_bad_row_gets_one_line_that_names_file_line_and_column(tmp_path, line, place):
@@ -62,48 +61,40 @@ def test_a_bad_row_gets_one_line_that_names_file_line_and_column(tmp_path, line,
 NUMBERS = st.floats(0, 100)
 
 
+def group_of(values):
+    """A group whose raw accuracy has these values by seed."""
+    (group,) = made_up.groups(*(made_up.run(seed) for seed in values))
+    group.numbers["raw"] = [float(value) for value in values.values()]
+    return group
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=5))
 def test_common_seeds_are_paired(values):
-    ours = {seed: own for seed, (own, _) in enumerate(values)} | {77: 0.0}
-    others = entries(
-        *((other, seed, None, None) for seed, (_, other) in enumerate(values)),
-        (1.0, 99, None, None),
-    )
-    found = compare(ours, others)
+    group = group_of({seed: own for seed, (own, _) in enumerate(values)} | {77: 0.0})
+    others = {seed: other for seed, (_, other) in enumerate(values)} | {99: 1.0}
+    found = group.record("raw", Published(50.0, 1.0, 9, others))
     gaps = np.array([own - other for own, other in values])
     reach = stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / np.sqrt(len(gaps))
+    ends = [gaps.mean() - reach, gaps.mean() + reach]
     if not gaps.std() > 0:  # Seeds that do not differ give no interval.
-        reach = np.nan
-    np.testing.assert_allclose(
-        [found.mean, found.low, found.high],
-        [gaps.mean(), gaps.mean() - reach, gaps.mean() + reach],
-        atol=1e-9,
-    )
-    assert found.paired == list(range(len(values)))
+        ends = [np.nan, np.nan]
+    columns = [found[f"difference{part}"] for part in ("", "_low", "_high")]
+    np.testing.assert_allclose(np.array(columns, float), [gaps.mean(), *ends], atol=1e-9)
+    sides = [found["mean"], found["paper_mean"], found["n"]]
+    assert sides == pytest.approx([*np.mean(values, axis=0), len(values)])
     # One common seed is no pair to tell a spread from.
-    found = compare(ours, entries((1.5, 77, None, None)))
-    assert (found.mean, found.paired) == (-1.5, [77]) and np.isnan(found.low)
-
-
-def test_two_means_are_compared_by_welch():
-    ours = {1: 70.0, 2: 71.0, 3: 73.5}
-    found = compare(ours, entries((75.0, None, 0.8, 5)))
-    # At the interval's end the test is at its level.
-    end = found.high - found.mean
-    at_end = stats.ttest_ind_from_stats(
-        75.0 + end, np.std(list(ours.values()), ddof=1), 3, 75.0, 0.8, 5, False
-    )
-    assert at_end.pvalue == pytest.approx(0.05)
-    assert found.mean == pytest.approx((found.low + found.high) / 2)
+    found = group.record("raw", Published(50.0, 1.0, 9, {77: 1.5}))
+    assert (found["difference"], found["n"], found["difference_low"]) == (-1.5, 1, None)
 
 
 @pytest.mark.parametrize(
-    ("ours", "std"), [({1: 70.0}, 1.0), ({1: 70.0, 2: 71.0}, None), ({1: 70.0, 2: 70.0}, 0.0)]
+    ("ours", "std"), [({1: 70.0}, 1.0), ({1: 70.0, 2: 71.0}, np.nan), ({1: 70.0, 2: 70.0}, 0.0)]
 )
 def test_without_both_deviations_there_is_no_interval(ours, std):
-    found = compare(ours, entries((71.0, None, std, 3)))
-    assert found.mean == np.mean(list(ours.values())) - 71.0 and np.isnan(found.low)
+    found = group_of(ours).record("raw", Published(71.0, std, 3))
+    assert found["difference"] == np.mean(list(ours.values())) - 71.0
+    assert found["difference_low"] is None
 
 
 def test_both_sides_are_shown_as_they_are_paired(tmp_path):
@@ -112,13 +103,15 @@ def test_both_sides_are_shown_as_they_are_paired(tmp_path):
         write_run(tmp_path / f"{seed}", results(seed=seed, accuracy=accuracy))
     groups = runs.load(sorted(tmp_path.iterdir()))[0]
     lines = [f"cifar100,cumulative_lora,raw,{s},{v},,,mine" for s, v in ((1, 61), (2, 52), (9, 99))]
-    given = read(tmp_path, *lines, "cub200,l2p,raw,,70.5,0.5,3,another paper")
-    table = reference.table("other code.csv", given, groups)
-    assert table.name == "reference_other_code" and "other code.csv" in table.note
+    lines += ["cifar100,cumulative_lora,fdc,,70.5,0.5,3,another paper", "cub200,l2p,raw,,70.5,,,"]
+    table = reference.table("other code.csv", read(tmp_path, *lines), groups)
+    assert table.name == "reference_other_code" and "other code.csv (mine; another" in table.note
     low, high = stats.t.interval(0.95, 1, -1.5, stats.sem([-1.0, -2.0]))
-    assert table.shown.reset_index().to_numpy().tolist() == [
-        ["CIFAR-100", "Cumulative-LoRA", "raw", "ours", "55.00 ± 7.07 (2)", "56.50 ± 6.36 (2)",
-         "1, 2", "-1.50", f"{low:+.2f} to {high:+.2f}", "mine"],
-        ["CUB-200", "l2p", "raw", "no run", "–", "70.50 ± 0.50 (3)", "–", "–", "–",
-         "another paper"],
-    ]  # fmt: skip
+    assert table.shown.reset_index().to_numpy().tolist()[:5] == [
+        ["Cumulative-LoRA", "raw", "ours", "55.00 ± 7.07 (2)"],
+        ["Cumulative-LoRA", "raw", "reference", "56.50 ± 6.36"],
+        ["Cumulative-LoRA", "raw", "difference", f"-1.50 ({low:+.1f} to {high:+.1f})"],
+        ["Cumulative-LoRA", "fdc", "ours", "55.00 ± 10.00"],
+        ["Cumulative-LoRA", "fdc", "reference", "70.50 ± 0.50"],
+    ]
+    assert table.numbers["reference_mean"].tolist() == [56.5, 70.5]

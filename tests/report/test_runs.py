@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from fdc_jax.report import paper, runs, tables
+from fdc_jax.report import paper, runs
 from fdc_jax.run import configuration
 from tests.report.made_up import predictions, results, write_run
 
@@ -20,7 +20,7 @@ def runs_of(groups):
 
 
 def reasons(skipped):
-    return {each.path.name: each.reason for each in skipped}
+    return {path.name: reason for path, reason in skipped.items()}
 
 
 def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
@@ -28,10 +28,10 @@ def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
         write_run(tmp_path / "runs" / f"seed_{seed}", seed=seed)
     (tmp_path / "runs" / "summary.json").write_text("{}")
     found = runs.load([tmp_path / "runs", tmp_path / "runs" / "seed_1"])
-    assert found[1] == []
+    assert found[1] == {}
     (group,) = found[0]
     assert group.seeds == [1, 2, 10]
-    assert group.follows_protocol and group.title == ""
+    assert group.title == ""
     assert group.name == "Cumulative-LoRA, CIFAR-100"
     for name in ("raw", "gaussians"):
         assert group.values(name) == [run.results["accuracy"][name] for run in group.runs]
@@ -88,13 +88,6 @@ def test_of_equal_runs_the_first_counts(tmp_path):
     assert reasons(found[1])["b"].startswith(same) and set(reasons(found[1])) == {"b"}
     titles = {group.runs[0].folder.name: group.title for group in found[0]}
     assert titles["c"] == "epochs 5" and titles["d"] == "calibrators fdc,gaussians,ncm"
-    shown = tables.of_runs(found[0]).frame
-    of = shown.loc[f"{tmp_path.name}/d"]
-    assert of["calibrators"] == "fdc,gaussians,ncm" and "train.rank" not in shown
-    assert of["best, %"] == f"{results()['accuracy']['gaussians']:.2f}"
-    assert shown["train.epochs"].to_list().count("5") == 1
-    # What one came for is seen before a table is scrolled.
-    assert list(shown).index("best, %") < list(shown).index("calibrators")
 
 
 def test_groups_say_what_departs_from_the_protocol(tmp_path):
@@ -111,7 +104,6 @@ def test_groups_say_what_departs_from_the_protocol(tmp_path):
     assert {group.runs[0].folder.name: group.title for group in groups} == {
         name: title for name, (_, _, title) in cases.items()
     }
-    assert not any(group.follows_protocol for group in groups)
 
 
 @pytest.mark.parametrize("benchmark", [*paper.benchmarks(), "digits"])
@@ -134,5 +126,5 @@ def test_code_that_lies_beside_a_run_is_not_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     write_run(tmp_path / "runs" / "a", learner="probe_of_mine")
     found = loaded(tmp_path / "runs")
-    assert found[1] == [] and "probe_of_mine" not in sys.modules
+    assert found[1] == {} and "probe_of_mine" not in sys.modules
     assert [group.name.split(",")[0] for group in found[0]] == ["probe_of_mine"]

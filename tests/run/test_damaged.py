@@ -13,7 +13,7 @@ from fdc_jax import export
 from fdc_jax.errors import InputError
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import read_safetensors, write_manifest, write_safetensors
-from fdc_jax.report import analysis, classes, runs, tables
+from fdc_jax.report import classes, runs, tables
 from fdc_jax.run import setup as setups
 from tests import small_runs
 
@@ -50,12 +50,12 @@ def use(folder):
     """Does with a run what its JSON files matter for, from opening it to the tables of a report."""
     run = fdc_jax.open_run(folder)
     (groups, skipped) = runs.load([folder])
-    for each in skipped:
-        raise InputError(each.reason)
-    analysis.analyse(groups[0], {})
+    for reason in skipped.values():
+        raise InputError(reason)
+    runs.analyse(groups[0], {})
     for table in tables.build(groups):
         table.frame.to_csv()
-    classes.load(groups[0], run.class_names)
+    classes.load(groups[0])
     run.read_records()
     run._configuration()
     return run
@@ -138,7 +138,8 @@ def test_predictions_are_labels_and_tasks_of_the_run(run, change):
 def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
     good = shutil.copytree(run, tmp_path / "good")
     (run / "results.json").write_text("{}")
-    groups, ((path, reason),) = runs.load([run, good])
+    groups, skipped = runs.load([run, good])
+    ((path, reason),) = skipped.items()
     assert [each.folder for group in groups for each in group.runs] == [good]
     assert path == run and "results.json: Object missing required field" in reason
 

@@ -95,9 +95,8 @@ def test_predictions_give_the_accuracies_of_the_results(whole):
         assert 100 * np.mean(right) == pytest.approx(share)
     for name, share in found["routing_accuracy"].items():
         assert 100 * np.mean(columns[f"{name}_task"] == columns["task"]) == pytest.approx(share)
-        by_task = evaluation.task_accuracies(
-            columns["task"], columns["label"], columns[f"{name}_label"], 2
-        )
+        right = columns[f"{name}_label"] == columns["label"]
+        by_task = evaluation.task_accuracies(columns["task"], right)
         np.testing.assert_allclose(found["curve"][-1]["task_accuracy"][name], by_task)
     # Five classes a task, in class order.
     for label, task in (("label", "task"), ("oracle_label", "task"), ("fdc_label", "fdc_task")):

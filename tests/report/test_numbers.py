@@ -1,9 +1,12 @@
-"""What tables, figures and the page show of a run, against counts by hand and the definitions."""
+"""What tables and figures are made from, against counts by hand and the definitions."""
+
+import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fdc_jax.report import frames, quantities
+from fdc_jax.report import figures, formatting, quantities, tables
 from tests.report import made_up
 
 
@@ -30,12 +33,12 @@ def by_hand():
 def test_routes_by_hand():
     made = group(by_hand())
     rows = [[50, 25, 25], [0, 0, 0], [50, 0, 50]]
-    assert frames.confusion(made, "raw") == pytest.approx(np.array(rows))
+    assert figures.confusion(made, "raw") == pytest.approx(np.array(rows))
     rows = [[100, 0, 0], [0, 0, 0], [0, 50, 50]]
-    assert frames.confusion(made, "fdc") == pytest.approx(np.array(rows))
-    assert frames.confusion(made, "gaussians") is None
+    assert figures.confusion(made, "fdc") == pytest.approx(np.array(rows))
+    assert figures.confusion(made, "gaussians") is None
     other = by_hand() | {"raw_task": by_hand()["task"]}
-    both = frames.confusion(group(by_hand(), other), "raw")
+    both = figures.confusion(group(by_hand(), other), "raw")
     assert both == pytest.approx(np.array([[75, 12.5, 12.5], [0, 0, 0], [25, 0, 75]]))
 
 
@@ -55,33 +58,28 @@ def recorded(rows=MATRIX):
 
 def test_accuracies_of_tasks_and_forgetting_by_hand():
     made = group(by_hand(), curve=recorded())
-    matrix = frames.accuracy_matrix(made.results, "fdc")
-    assert np.isnan(matrix[np.triu_indices(3, 1)]).all()
-    found = frames.tasks(made)
-    assert list(found) == ["raw", "fdc", "gaussians", "oracle"]
-    assert found.loc[[1, 2, 3], "gaussians"].tolist() == [60.0, 50.0, 70.0]
-    # Task 0 was best after task 1.
-    assert found.loc["Forgetting", "raw"] == pytest.approx(((95 - 60) + (80 - 50)) / 2)
+    found = tables.of_tasks(made).frame
+    assert list(found) == ["Raw", "FDC", formatting.method_title("gaussians"), "Task given"]
+    # Task 1 was best after task 2.
+    assert found["FDC"].to_dict() == {1: "60.0", 2: "50.0", 3: "70.0", "Forgetting": "32.5"}
 
 
 def test_a_task_without_images_is_left_out():
     made = group(by_hand(), curve=recorded([[90.0], [80.0, None], [70.0, None, 60.0]]))
-    assert frames.tasks(made).loc["Forgetting", "fdc"] == pytest.approx(20)
-    assert frames.tasks(group(by_hand(), curve=recorded()[1:])).empty
+    found = tables.of_tasks(made).frame["FDC"].to_dict()
+    assert math.isnan(found.pop(2)) and found == {1: "70.0", 3: "60.0", "Forgetting": "20.0"}
+    assert "Forgetting" not in tables.of_tasks(group(by_hand(), curve=recorded()[1:])).frame.index
 
 
 def test_the_curve_has_the_tasks_that_were_evaluated():
     made = group(by_hand(), by_hand())
-    found = frames.curve(made)
+    found = figures.curve(made)
     assert found.shape == (6, 4)
     expected = made.results["curve"][2]["accuracy"]["gaussians"]
     assert found.loc[(1, 3), "gaussians"] == expected
-    few = frames.curve(group(by_hand(), curve=recorded()[1:]))
+    few = figures.curve(group(by_hand(), curve=recorded()[1:]))
     assert [task for _, task in few.index] == [2, 3]
-    assert frames.curve(group(by_hand(), curve=recorded()[2:])) is None
-
-
-# Numbers by name ----------------------------------------------------------------------------------
+    assert figures.curve(group(by_hand(), curve=recorded()[2:])) is None
 
 
 def test_without_the_pretrained_view_the_adapted_view_is_all_there_is():
@@ -99,4 +97,4 @@ def test_a_run_without_fdc_has_its_other_calibrators():
     of["average_incremental_accuracy"] = {"raw": None}
     found = quantities.measured(of)
     assert (found["gain:ncm"], "gain:fdc" in found, "aia:raw" in found) == (10.0, False, False)
-    assert quantities.methods(of) == ["raw", "ncm"]
+    assert made_up.groups(made_up.MadeUpRun(Path(), of))[0].methods == ["raw", "ncm"]
