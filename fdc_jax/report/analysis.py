@@ -128,7 +128,7 @@ def _kept(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     """
     test = folder / "test_adapted.npy"
     changed = test.stat().st_mtime_ns if test.exists() else 0
-    memory = joblib.Memory(user_cache() / "report", verbose=0)
+    memory: Any = joblib.Memory(user_cache() / "report", verbose=0)
     return memory.cache(_called)(function, folder.absolute(), changed, _code(), *arguments)
 
 

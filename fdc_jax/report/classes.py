@@ -58,7 +58,7 @@ def load(group: Group) -> Classes | None:
     seeds = [pd.DataFrame(predictions(run)) for run in group.runs]
     if not all({*columns} <= {*seed} for seed in seeds):
         return None
-    of = pd.concat(seeds)[columns]
+    of: Any = pd.concat(seeds)[columns]
     size = int(of.drop(columns="task").to_numpy().max()) + 1
     counts = evaluation.task_confusion(of["label"], of[f"{best}_label"], size)
     totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)

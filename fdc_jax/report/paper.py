@@ -40,12 +40,12 @@ COMPONENT_TITLES: dict[str, str] = NUMBERS["components"]
 @functools.cache
 def _means() -> dict[tuple[str, str, str], Published]:
     with open(CSV, encoding="utf-8", newline="") as file:
-        return {
-            (row["benchmark"], row["learner"], row["quantity"]): Published(
-                *(float(row[name] or math.nan) for name in ("value", "std", "n"))
-            )
-            for row in csv.DictReader(file)
-        }
+        rows = [*csv.DictReader(file)]
+    numbers = [[float(row[name] or "nan") for name in ("value", "std", "n")] for row in rows]
+    return {
+        (row["benchmark"], row["learner"], row["quantity"]): Published(mean, std, n)
+        for row, (mean, std, n) in zip(rows, numbers, strict=True)
+    }
 
 
 def benchmarks() -> list[str]:

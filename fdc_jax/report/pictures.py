@@ -85,8 +85,8 @@ def load(run: Any) -> Pictures:
         return Said(class_name(run.class_names, label), task + 1)
 
     drawn = [
-        Picture(row, data_uri(image), is_small(image), *(said(kind, row) for kind in kinds), lines)
-        for row, image, lines in zip(rows.tolist(), images, evidence, strict=True)
+        Picture(row, data_uri(image), is_small(image), *(said(k, row) for k in kinds), evidence=of)
+        for row, image, of in zip(rows.tolist(), images, evidence, strict=True)
     ]
     return Pictures(drawn[: len(first)], len(repaired), drawn[len(first) :], len(broken))
 

@@ -119,7 +119,8 @@ class Group:
         ours, both are of these alone, and the difference is paired. None stands for what is not
         known.
         """
-        values, (calibrator, kind) = self.numbers[quantity].dropna(), quantities.split(quantity)
+        values: Any = self.numbers[quantity].dropna()
+        calibrator, kind = quantities.split(quantity)
         own = evaluation.student(values, *quantities.bounds(quantity))
         if kind in ("accuracy", "gain") and quantity != "gain:raw":
             interval = self.gain(calibrator, "raw" if kind == "gain" else None) or own

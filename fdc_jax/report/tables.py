@@ -125,6 +125,7 @@ def frame(
 ) -> pd.DataFrame:
     """Returns rows by their labels as a frame without rows and columns of gaps."""
     index = pd.MultiIndex.from_tuples(rows, names=labels) if rows else None
+    columns = [*(columns or dict.fromkeys(name for row in rows.values() for name in row))]
     made = pd.DataFrame([*rows.values()], index, columns, dtype=object)
     return made.dropna(how="all").dropna(how="all", axis=1)
 
@@ -369,7 +370,8 @@ def of_selection(groups: Sequence[Group]) -> Table:
             for name in paper.benchmarks()
             if (published := paper.find(name, learner, f"gain:{key}"))
         ]
-    numbers, table = [], pd.DataFrame(gains, columns=["learner", "settings", "choice", "gain"])
+    numbers: list[Row] = []
+    table: Any = pd.DataFrame(gains, columns=["learner", "settings", "choice", "gain"])
     for key, of in table.groupby(["learner", "settings", "choice"], sort=False)["gain"]:
         learner, title, choice = key
         positive, mean = int((of > 0).sum()), float(of.mean())
