@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from fdc_jax import evaluation
-from fdc_jax.errors import InputError
-from fdc_jax.machine.files import open_regular, printable
+from fdc_jax.errors import InputError, escaped
+from fdc_jax.machine.files import open_regular
 from fdc_jax.report import quantities, tables
 from fdc_jax.report.paper import Published
 from fdc_jax.report.runs import Group
@@ -61,7 +61,7 @@ def read(path: str | Path) -> list[Line]:
     except OSError as error:
         raise InputError(f"{path}: unreadable ({error})") from error
     except (ValueError, csv.Error) as error:
-        reason = printable(f"{error}, found {cells}", 300)
+        reason = escaped(f"{error}, found {cells}")
         raise InputError(f"{path}: line {number}: {reason}") from error
     return [*lines.values()]
 
@@ -74,7 +74,7 @@ def check_matches(path: str | Path, lines: Sequence[Line], groups: Sequence[Grou
         found, expected = (", ".join(map(" ".join, of))[:200] for of in (given, sorted(known)))
         raise InputError(
             f"{path}: expected a line about one of the runs (benchmark and learner {expected}), "
-            f"found lines about {printable(found, 200)}"
+            f"found lines about {escaped(found)}"
         )
 
 
