@@ -55,7 +55,7 @@ def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(
     assert "unfinished" in why["unfinished"] and "1 task" in why["unfinished"]
     for name in ("absent", "empty", "file"):
         assert "expected the work directory of a run, found no config.json" in why[name]
-    assert "unreadable" in why["cut"] and "expected an object, found list" in why["list"]
+    assert "unreadable" in why["cut"] and "Expected `object`" in why["list"]
     assert all("\n" not in reason for reason in why.values())
 
 
