@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import functools
 import glob
 import hashlib
@@ -28,12 +27,25 @@ from numpy.typing import ArrayLike
 
 from fdc_jax.errors import InputError, escaped
 
+try:
+    from fcntl import LOCK_EX, LOCK_NB, flock
+except ImportError:  # Windows
+    LOCK_EX = LOCK_NB = 0  # pyright: ignore[reportGeneralTypeIssues]
+
+    def flock(fd: Any, operation: int, /) -> None:
+        """Refuses, as a file system without locks does."""
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
 _log = logging.getLogger(__name__)
+# A FIFO is not waited for, a link not followed, a line end of Windows not translated.
+_OPEN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Opens a regular file for reading; InputError for a folder, FIFO or device (endless bytes)."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    descriptor = os.open(path, os.O_RDONLY | _OPEN)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InputError(f"{path}: expected a regular file")
@@ -50,7 +62,9 @@ def _temporary(path: Path) -> Path:
     """Returns a hidden name beside a path for this process, and removes those of killed ones."""
     host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
     own = f".{path.name}.{host}-"
-    for other in path.parent.glob(glob.escape(own) + "*"):
+    # On Windows, signal 0 would interrupt the process.
+    others = path.parent.glob(glob.escape(own) + "*") if os.name == "posix" else ()
+    for other in others:
         try:
             os.kill(int(other.name.removeprefix(own).partition("-")[0]), 0)
         except ProcessLookupError:
@@ -160,7 +174,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN | _NO_LINK, 0o666)
     except OSError as error:
         reason = "a link" if error.errno == errno.ELOOP else error.strerror
         raise InputError(f"{path}: expected a lock, found {reason}") from error
@@ -169,13 +183,13 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise InputError(f"{path}: expected a lock, found another kind of file")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(file, LOCK_EX | LOCK_NB)
         except BlockingIOError as error:
             if not wait:
                 holder = escaped(file.read(200).decode("ascii", "replace").strip())
                 raise InUse(path.parent, holder or "another process") from error
             _log.warning("waiting for another process that holds %s", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            flock(file, LOCK_EX)
         except OSError:
             _log.warning("%s: the file system has no locks; start one process alone there", path)
             yield

@@ -4,6 +4,8 @@ import errno
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -162,10 +164,42 @@ def test_a_file_without_its_lock_is_left_as_it_is(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     (tmp_path / ".lock").write_text("of somebody")
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr("fdc_jax.machine.files.flock", flock)
     with locked(tmp_path / ".lock"):
         assert (tmp_path / ".lock").read_text() == "of somebody"
     assert (tmp_path / ".lock").read_text() == "of somebody"
+
+
+WITHOUT = """
+import os, sys
+sys.modules["fcntl"] = None
+for name in ("O_NOFOLLOW", "O_NONBLOCK", "sched_getaffinity", "posix_fallocate"):
+    delattr(os, name)
+import numpy as np
+from fdc_jax import calibration
+from fdc_jax.heads import LinearHead
+from fdc_jax.machine import files
+fdc = calibration.make("fdc")
+rng = np.random.default_rng(0)
+for task in range(2):
+    labels = np.arange(40) % 2 + 2 * task
+    views = [rng.normal(labels[:, None], 1, (40, 5)).astype(np.float32) for _ in range(2)]
+    head = LinearHead(np.ones((2, 5), np.float32), np.zeros(2, np.float32))
+    fdc.fit_task(views[0], labels, head, pretrained=views[1])
+fdc.finalize()
+fdc.save("fdc.npz")
+calibration.load("fdc.npz")
+with files.locked(__import__("pathlib").Path("lock")):
+    print("works")
+"""
+
+
+def test_a_system_without_locks_of_files_imports_and_calibrates(tmp_path):
+    command = [sys.executable, "-c", WITHOUT]
+    path = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert done.stdout == "works\n", done.stderr
+    assert "the file system has no locks" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "FIFO", "folder"])
