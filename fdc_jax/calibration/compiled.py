@@ -83,10 +83,6 @@ class Blocks:
             parts = np.asarray(by_shard[:, start : start + self.rows], kind)
             yield np.concatenate([padded(part, self.rows, fill) for part in parts])
 
-    def first(self) -> Float[np.ndarray, " d"]:
-        """Returns the first row on the host."""
-        return jax.device_get(next(iter(self))[0])
-
     def gather(self, results: Sequence[Any]) -> Any:
         """Returns trees of arrays [n, ...] on the host from those of every block."""
         count = len(self.features)

@@ -46,9 +46,9 @@ def means(
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]:
     """Returns m_t, and p_{t,c} by class, zero for classes without an image (Eq. proto)."""
     numbers = np.arange(padded_size(classes, 8), dtype=np.int32)
-    origin = view.first()  # Sums about a feature keep the digits of features far from zero.
-    sums = compiled.in_order(partial(_sums, numbers, origin), view, view.beside(rows))
-    parts = zip(*jax.device_get(sums), strict=True)
+    first = next(iter(view))
+    sums = compiled.in_order(partial(_sums, numbers, first), view, view.beside(rows))
+    *parts, (origin, *_) = zip(*jax.device_get(sums), strict=True)
     total, directions = (np.sum(part, axis=0, dtype=float) for part in parts)
     present = np.bincount(rows, minlength=classes)[:, None]
     directions = directions[:classes] + present * unit(origin.astype(float))
@@ -56,9 +56,10 @@ def means(
 
 
 @jax.jit
-def _sums(numbers: Any, origin: Any, features: Any, rows: Any) -> tuple[Array, Array]:
+def _sums(numbers: Any, first: Any, features: Any, rows: Any) -> tuple[Array, Array, Array]:
+    origin = first[0]  # Sums about a feature keep the digits of features far from zero.
     members, ways = (rows == numbers[:, None]).astype(jnp.float32), unit(features) - unit(origin)
-    return compiled.centred(features, rows, origin).sum(axis=0), products(members, ways.T)
+    return compiled.centred(features, rows, origin).sum(axis=0), products(members, ways.T), origin
 
 
 def pca(

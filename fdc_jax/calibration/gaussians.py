@@ -22,7 +22,7 @@ out, and M is the matrix in brackets, without B_c, of the earlier classes after 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,19 +30,18 @@ import jax
 import numpy as np
 import scipy.linalg
 
-from fdc_jax.calibration import confidence, drift, inputs
+from fdc_jax.calibration import confidence, drift, familiarity, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
 from fdc_jax.calibration.compiled import in_blocks, padded, padded_size
+from fdc_jax.calibration.familiarity import OWN_SHARE, shared_precision
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-# Share a of a class's own covariance, directions kept of it, and the least lambda.
-OWN_SHARE = 0.1
+# Directions kept of a class's own covariance.
 RANK = 8
-LEAST_SHRINKAGE = 0.1
 # Weight of the pretrained view with drift compensation, and the staleness that doubles it.
 PRETRAINED_SHARE, DOUBLING = 0.25, 20.0
 
@@ -120,9 +119,6 @@ class Metric(NamedTuple):
     """The distances to all classes of one view; A_c = P - F_c' F_c is a class's precision."""
 
     origin: Float[Any, " d"]  # the mean of the class means, subtracted from features
-    precision: Float[Any, "d d"]  # P, shared by all classes
-    middle: Float[Any, " d"]  # the mean of all images
-    whole: Float[Any, "d d"]  # the precision of all images as one class
     rows: Float[Any, "c d"]  # A_c mu
     constants: Float[Any, " c"]  # mu' A_c mu / 2, infinite for classes without an image
     factors: list[Float[Any, "c d"]]  # first rows of all F_c, second rows, and so on
@@ -136,11 +132,8 @@ def metric(
 ) -> Metric:
     """Returns the metric of one view, computed in floats of a kind; scores are `raised`."""
     size, images, present = padded_size(len(counts), 8), int(counts.sum()), counts > 0
-    scatter, every = known.scatter.astype(kind), known.means.astype(np.float64)
-    precision = shared_precision(scatter, images, int(present.sum()))
-    middle = np.average(every, axis=0, weights=counts)
-    about = ((every - middle) * np.sqrt(counts)[:, None]).astype(kind)
-    whole = shared_precision(scatter + about.T @ about, images, 1)
+    precision = shared_precision(known.scatter.astype(kind), images, int(present.sum()))
+    every = known.means.astype(np.float64)
     origin = inputs.float32(every[present].mean(axis=0))
     means = (every - origin).astype(kind)
     # Woodbury: (P^-1 + B' B)^-1 = P - P B' (I + B P B')^-1 B P.
@@ -151,25 +144,9 @@ def metric(
     along = factors @ means[:, :, None]
     rows = means @ precision - (along * factors).sum(axis=1)
     constants = np.where(present, (rows * means).sum(axis=1) / 2 - raised, np.inf)
-    by_class = padded(rows, size), padded(constants, size, np.inf)
-    arrays = map(inputs.float32, (origin, precision, middle, whole, *by_class))
-    return Metric(*arrays, [*inputs.float32(padded(factors, size).swapaxes(0, 1))])
-
-
-def shared_precision(
-    scatter: Float[np.ndarray, "d d"], images: int, classes: int
-) -> Float[np.ndarray, "d d"]:
-    """Returns P, the inverse of the matrix in brackets without B_c."""
-    width, kind = len(scatter), scatter.dtype.type
-    covariance = scatter / kind(images)
-    variance = np.trace(covariance) / width
-    shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
-    covariance *= kind(1 - OWN_SHARE)
-    covariance.flat[:: width + 1] += kind(shrinkage * variance if variance > 0 else 1.0)
-    lower = scipy.linalg.cholesky(covariance, lower=True, check_finite=False)
-    (potri,) = scipy.linalg.get_lapack_funcs(["potri"], [lower])
-    half = potri(lower, lower=1)[0]
-    return half + np.tril(half, -1).T
+    arrays = origin, padded(rows, size), padded(constants, size, np.inf)
+    by_row = [*inputs.float32(padded(factors, size).swapaxes(0, 1))]
+    return Metric(*map(inputs.float32, arrays), by_row)
 
 
 def class_scores(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[str, Any]:
@@ -196,7 +173,8 @@ class Gaussians(Calibrator):
         views: statistics of all classes, by view.
         compensated: whether drift compensation is on; None before the second task.
         staleness: s of the classes of each task.
-        confidence: the fit to held-out images.
+        confidence: the fit of probabilities to held-out images.
+        familiarity: the familiarity of images that were left out.
     """
 
     name = "gaussians"
@@ -208,6 +186,7 @@ class Gaussians(Calibrator):
         self.compensated: bool | None = None
         self.staleness = np.zeros(0)
         self.confidence = confidence.Confidence()
+        self.familiarity = familiarity.Familiarity()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
         """See `Calibrator.fit_task`."""
@@ -220,17 +199,34 @@ class Gaussians(Calibrator):
         held = confidence.held_out(given.rows) & (first + count <= confidence.CLASSES)
         fits = (fit_classes(view, given.rows, count, held) for view in given.views)
         kept, every = map(list, zip(*fits, strict=True))
-        if held.any():
-            without, out = copy.copy(fitted), np.bincount(given.rows[held], minlength=count)
-            without._add(given._replace(counts=given.counts - out), kept)
-            # In NumPy, since JAX would compile for shapes that occur once.
-            some, metrics = confidence.measured(held), without._metrics_by_view(np.float32)
-            views = [inputs.float32(view[some]) for view in given.views]
-            evidence = without._evidence(lambda kernel: kernel(metrics, *views))
-            fitted.confidence = self.confidence.with_task(first + given.rows[some], *evidence)
+        without = copy.copy(fitted)
         fitted._add(given, every)
+        if held.any():
+            out = np.bincount(given.rows[held], minlength=count)
+            without._add(given._replace(counts=given.counts - out), kept)
+            fitted._measure(given, held, without)
         self._forget()
         vars(self).update(fitted.__getstate__())
+
+    def _measure(self, given: inputs.TaskInput, held: np.ndarray, without: Gaussians) -> None:
+        """Measures images of a task, held out together or each by itself.
+
+        In NumPy, since JAX would compile for shapes that occur once.
+        """
+        counts = np.concatenate(self.counts)
+        columns, known = (
+            given.rows + len(counts) - len(given.classes),
+            self._reference_of(np.float32),
+        )
+        some = confidence.measured(held)
+        views = [inputs.float32(view[some]) for view in given.views]
+        scores = without._fuse(class_scores(without._metrics_by_view(np.float32), *views))
+        spread = without._spread(familiarity.measure(known, views[-1])[1])
+        self.confidence = self.confidence.with_task(columns[some], scores, spread)
+        some = confidence.measured(given.counts[given.rows] > 1)
+        features = inputs.float32(given.views[-1][some])
+        values = familiarity.left_out(known, features, columns[some], counts)
+        self.familiarity = self.familiarity.with_task(known, values, columns[some])
 
     def _compensate(self, given: inputs.TaskInput, previous: Any) -> None:
         """Moves the adapted view of all earlier classes by the map of a new task."""
@@ -277,12 +273,12 @@ class Gaussians(Calibrator):
     def assess(
         self, adapted: Any, pretrained: Any = None
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
-        """Returns the probability of every class, and the typicality; see `Confidence`."""
-        scores, spread, familiarity = self._evidence(
-            lambda kernel: self._by_view(kernel, adapted, pretrained)
-        )
-        fit = self.confidence
-        return fit.probabilities(scores, spread), fit.typicality(familiarity)
+        """Returns the probability of every class, and the typicality."""
+        scores = self.class_scores(adapted, pretrained)
+        view = adapted if pretrained is None else pretrained
+        familiar, whole = in_blocks(familiarity.measure, self._reference, view)
+        probabilities = self.confidence.probabilities(scores, self._spread(whole))
+        return probabilities, self.familiarity.typicality(self._reference, familiar)
 
     @property
     def note(self) -> str:
@@ -300,7 +296,7 @@ class Gaussians(Calibrator):
     def storage_bytes(self) -> int:
         """See `Calibrator.storage_bytes`; half of a symmetric scatter counts."""
         numbers = sum(map(len, self.classes))  # images of each class
-        numbers += len(self.staleness) + sum(part.size for part in self.confidence)
+        numbers += len(self.staleness) + sum(map(np.size, (*self.confidence, *self.familiarity)))
         for known in self.views:
             width = len(known.scatter)
             numbers += known.means.size + known.factors.size + width * (width + 1) // 2
@@ -323,6 +319,19 @@ class Gaussians(Calibrator):
         counts, by_view = np.concatenate(self.counts), zip(self.views, (raised, 0.0), strict=False)
         return [metric(known, counts, by, kind) for known, by in by_view]
 
+    @cached_property
+    def _reference(self) -> familiarity.Reference:
+        return jax.device_put(self._reference_of(np.float64))
+
+    def _reference_of(self, kind: type) -> familiarity.Reference:
+        """Returns the reference of the last view, computed in floats of a kind."""
+        return familiarity.reference(self.views[-1], np.concatenate(self.counts), kind)
+
+    def _spread(self, whole: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        """Returns the divisor of scores that grows with the distance D, of D^2 / 2."""
+        total = sum(self._weights().values())
+        return total * np.sqrt(np.maximum(whole, 0.0) / self.widths[-1])
+
     def _weights(self) -> dict[str, np.float32]:
         """Returns the weight of each view."""
         stale = np.average(self.staleness, weights=[*map(len, self.classes)])
@@ -334,8 +343,3 @@ class Gaussians(Calibrator):
         """Returns the weighted sum of scores by view."""
         weights, count = self._weights(), sum(map(len, self.classes))
         return np.sum([weights[name] * scores[:, :count] for name, scores in by_view.items()], 0)
-
-    def _evidence(self, compute: Callable[[Any], dict[str, Any]]) -> tuple[np.ndarray, ...]:
-        """Returns `confidence.evidence` of a batch, to whose features `compute` applies kernels."""
-        scores, shared = self._fuse(compute(class_scores)), compute(confidence.shared_terms)
-        return confidence.evidence(scores, shared, self._weights(), sum(self.widths))

@@ -13,6 +13,7 @@ from fdc_jax.calibration import fdc, gaussians, storage
 from fdc_jax.calibration.calibrator import Calibrator
 from fdc_jax.calibration.comparators import distances, logits, random_features
 from fdc_jax.calibration.confidence import Confidence
+from fdc_jax.calibration.familiarity import Familiarity
 from fdc_jax.errors import InputError, did_you_mean
 
 
@@ -57,7 +58,8 @@ METHODS: dict[str, Method] = {
 }
 # The types in files of calibrators, by name.
 _KINDS = [method.make for method in METHODS.values()]
-_KINDS += [fdc.Settings, fdc.Task, fdc.View, fdc.Foreign, gaussians.ViewClasses, Confidence]
+_KINDS += [fdc.Settings, fdc.Task, fdc.View, fdc.Foreign, gaussians.ViewClasses]
+_KINDS += [Confidence, Familiarity]
 TYPES: dict[str, Any] = {kind.__name__: kind for kind in (*_KINDS, *heads.KINDS)}
 
 for _name in ("ncm", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):

@@ -1,4 +1,4 @@
-"""Feature files: what FDC needs from any class-incremental learner, as plain NumPy arrays.
+"""Feature files: the input of FDC from any class-incremental learner, as plain NumPy arrays.
 
 A file is an `.npz`, or a folder of `.npy` files of the same names, which are memory-mapped.
 Numbers may have half precision, float16 or bfloat16. For each task t = 0 .. T-1:
@@ -47,8 +47,8 @@ from fdc_jax.machine.files import named_path, read_folder, read_npy, read_npz, w
 _TYPES: dict[str, Any] = {kind: of_kind for of_kind, kind in heads.KINDS.items()}
 _HEAD = ("head_weight", "head_bias", "head_scale")
 _FINAL = tuple(f"final_{name}" for name in _HEAD)
-_TRAIN = ("train_adapted", "train_pretrained", "train_labels")
-_PER_TASK = (*_TRAIN, "train_previous", "head_classes", *_HEAD, *_FINAL)
+_TRAIN = ("train_adapted", "train_pretrained", "train_labels", "train_previous")
+_PER_TASK = (*_TRAIN, "head_classes", *_HEAD, *_FINAL)
 _WHOLE = ("test_adapted", "test_pretrained", "test_labels", "head_kind")
 _TASK_NAME = re.compile(rf"({'|'.join(_PER_TASK)})_(0|[1-9][0-9]{{0,5}})")
 
@@ -62,13 +62,13 @@ class TaskFeatures(NamedTuple):
     the encoder before the task, None in the first task and if they were not extracted.
     """
 
-    adapted: Float[np.ndarray, "n d"]
-    pretrained: Float[np.ndarray, "n d2"] | None
+    adapted: Float[Any, "n d"]
+    pretrained: Float[Any, "n d2"] | None
     labels: Int[np.ndarray, " n"]
     head: heads.Head
     classes: Int[np.ndarray, " c"]
     final_head: heads.Head | None = None
-    previous: Float[np.ndarray, "n d"] | None = None
+    previous: Float[Any, "n d"] | None = None
 
     def fit(self, calibrator: Any) -> None:
         """Fits the task as the next task of a calibrator; see `FeatureSet.fit`."""
@@ -123,8 +123,8 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
     and heads, and that tasks suit each other, when they are fitted.
 
     Raises:
-        InputError: the file is damaged; an array is unknown, missing or superfluous; a head has
-            rows of several tasks; two tasks share a label; a test label belongs to no task. The
+        InputError: the file is damaged; an array is unknown, missing or superfluous, or has another
+            number of rows than others of its task; a label belongs to two tasks or to none. The
             message is one line with the file and the array.
     """
     path = named_path("features", path)
@@ -139,124 +139,113 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
 
 
 def _feature_set(arrays: Arrays) -> FeatureSet:
-    whole, parts = _by_task(arrays)
-    _check_complete(whole, parts)
-    classes = [
-        _labels(part, "head_classes", t)
-        if "head_classes" in part
-        else np.unique(_labels(part, "train_labels", t))
-        for t, part in enumerate(parts)
-    ]
-    known = np.concatenate(classes)
-    if len(np.unique(known)) < len(known):
-        for t, own in enumerate(classes):
-            inputs.check_new(own, t, classes[:t])
-    kind = _kind(whole)
-    tasks = tuple(_task(part, t, classes, kind) for t, part in enumerate(parts))
-    test, labels = _features(whole, "test_adapted"), None
-    if "test_labels" in whole:
-        labels = _labels(whole, "test_labels")
-        if len(labels) != len(test):
-            raise InputError(
-                f"test_labels: expected {len(test)} rows as in test_adapted, found {len(labels)}"
-            )
-        if not (is_known := np.isin(labels, known)).all():
-            row = int(np.argmin(is_known))
+    count = _num_tasks(arrays)
+    _check_complete(arrays, count)
+    classes = []
+    for t in range(count):
+        named = f"head_classes_{t}" in arrays
+        own = _labels(arrays, f"head_classes_{t}" if named else f"train_labels_{t}")
+        classes.append(own if named else np.unique(own))
+        inputs.check_new(classes[t], t, classes[:t])
+    if (kind := str(arrays.get("head_kind", "linear"))) not in _TYPES:
+        raise InputError(did_you_mean("head_kind", kind, _TYPES))
+    tasks = tuple(_task(arrays, t, classes, kind) for t in range(count))
+    test, labels = _features(arrays, "test_adapted"), None
+    if "test_labels" in arrays:
+        labels = _labels(arrays, "test_labels")
+        _check_rows(labels, "test_labels", test, "test_adapted")
+        if not (known := np.isin(labels, np.concatenate(classes))).all():
+            row = int(np.argmin(known))
             raise InputError(f"test_labels: row {row} is label {labels[row]}, no class of any task")
-    return FeatureSet(tasks, test, _features(whole, "test_pretrained"), labels)
+    pretrained = _features(arrays, "test_pretrained", test, "test_adapted")
+    return FeatureSet(tasks, test, pretrained, labels)
 
 
-def _by_task(arrays: Arrays) -> tuple[Arrays, Sequence[Arrays]]:
-    """Returns the arrays of the whole file, and those of every task without its number."""
-    whole: dict[str, np.ndarray] = {}
-    numbered: dict[int, dict[str, np.ndarray]] = {}
-    for name, array in arrays.items():
+def _num_tasks(arrays: Arrays) -> int:
+    """Returns the number of tasks; raises InputError for an unknown array."""
+    last = 0
+    for name in arrays:
         if match := _TASK_NAME.fullmatch(name):
-            numbered.setdefault(int(match[2]), {})[match[1]] = array
-        elif name in _WHOLE:
-            whole[name] = array
-        else:
+            last = max(last, int(match[2]))
+        elif name not in _WHOLE:
             known = [*_WHOLE, *(f"{stem}_t" for stem in _PER_TASK)]
             raise InputError(f"{name}: unknown array{nearest(name, known)}")
-    return whole, [numbered.get(t, {}) for t in range(max(numbered, default=0) + 1)]
+    return last + 1
 
 
-def _check_complete(whole: Arrays, parts: Sequence[Arrays]) -> None:
-    """Raises InputError if an array is missing, or belongs to no array of the file."""
-    if "train_previous" in parts[0]:
+def _check_complete(arrays: Arrays, count: int) -> None:
+    """Raises InputError if an array is missing, or has no use without a missing one."""
+    if "train_previous_0" in arrays:
         raise InputError("train_previous_0: expected from t = 1 on; nothing precedes task 0")
-    given, last = whole.keys() | {stem for part in parts for stem in part}, len(parts) - 1
-    first_tasks: dict[str, int] = dict.fromkeys(("train_adapted", "train_labels", "head_weight"), 0)
-    if {"train_pretrained", "test_pretrained"} & given:
+    first_tasks = dict.fromkeys(("train_adapted", "train_labels", "head_weight"), 0)
+    stems = {name.rpartition("_")[0] for name in arrays}
+    if two_views := "train_pretrained" in stems or "test_pretrained" in arrays:
         first_tasks["train_pretrained"] = 0
-    if "train_previous" in given:
+    if "train_previous" in stems:
         first_tasks["train_previous"] = 1
     for stem, first in first_tasks.items():
-        for t in range(first, last + 1):
-            if stem not in parts[t]:
-                expected = f"expected for each task t = {first} .. {last}"
+        for t in range(first, count):
+            if f"{stem}_{t}" not in arrays:
+                expected = f"expected for each task t = {first} .. {count - 1}"
                 raise InputError(f"{stem}_{t}: missing; {expected}")
-    for name in ("test_adapted", *["test_pretrained"] * ("train_pretrained" in first_tasks)):
-        if name not in whole:
-            raise InputError(f"{name}: missing; expected beside the arrays of {last + 1} tasks")
-    for t, part in enumerate(parts):
-        beside = [name for name in _FINAL[1:] if name in part]
-        if beside and _FINAL[0] not in part:
+    for name in ("test_adapted", *["test_pretrained"] * two_views):
+        if name not in arrays:
+            raise InputError(f"{name}: missing; expected beside the arrays of {count} tasks")
+    for t in range(count):
+        beside = [name for name in _FINAL[1:] if f"{name}_{t}" in arrays]
+        if beside and f"{_FINAL[0]}_{t}" not in arrays:
             raise InputError(f"{_FINAL[0]}_{t}: missing, but there is a {beside[0]}_{t}")
 
 
-def _features(arrays: Arrays, stem: str, t: int | None = None) -> Any:
+def _features(arrays: Arrays, name: str, like: Any = None, like_name: str = "") -> Any:
     """Returns features without reading their values, or None if the file has no such array."""
-    array = arrays.get(stem)
-    if array is not None and array.ndim != 2:
-        name = stem if t is None else f"{stem}_{t}"
-        raise InputError(f"{name}: expected shape [samples, width], found {[*array.shape]}")
+    array = arrays.get(name)
+    if array is None:
+        return None
+    if array.ndim != 2 or not array.size:
+        expected = "shape [samples, width] with at least one sample"
+        raise InputError(f"{name}: expected {expected}, found {[*array.shape]}")
+    if like is not None:
+        _check_rows(array, name, like, like_name)
     return array
 
 
-def _labels(arrays: Arrays, stem: str, t: int | None = None) -> Int[np.ndarray, " n"]:
-    return inputs.label_array(arrays[stem], stem if t is None else f"{stem}_{t}")
+def _check_rows(array: np.ndarray, name: str, like: np.ndarray, like_name: str) -> None:
+    if len(array) != len(like):
+        expected = f"{len(like)} rows as in {like_name}"
+        raise InputError(f"{name}: expected {expected}, found {len(array)}")
 
 
-def _kind(whole: Arrays) -> str:
-    """Returns the kind of all heads of a file."""
-    stored = whole.get("head_kind", np.array("linear"))
-    value = stored.item() if stored.ndim == 0 else stored
-    kind = value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)
-    if kind not in _TYPES:
-        raise InputError(did_you_mean("head_kind", kind, _TYPES))
-    return kind
+def _labels(arrays: Arrays, name: str) -> Int[np.ndarray, " n"]:
+    return inputs.label_array(arrays[name], name)
 
 
 def _task(
-    part: Arrays, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
+    arrays: Arrays, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
 ) -> TaskFeatures:
-    adapted, previous = (_features(part, f"train_{view}", t) for view in ("adapted", "previous"))
+    name = f"train_adapted_{t}"
+    adapted, labels = _features(arrays, name), _labels(arrays, f"train_labels_{t}")
+    _check_rows(labels, f"train_labels_{t}", adapted, name)
+    pretrained = _features(arrays, f"train_pretrained_{t}", adapted, name)
+    previous = _features(arrays, f"train_previous_{t}")
     if previous is not None and previous.shape != adapted.shape:
-        raise InputError(
-            f"train_previous_{t}: expected shape {[*adapted.shape]} as train_adapted_{t}, found "
-            f"{[*previous.shape]}"
-        )
-    return TaskFeatures(
-        adapted,
-        _features(part, "train_pretrained", t),
-        _labels(part, "train_labels", t),
-        _head(part, "", t, classes, kind),
-        classes[t],
-        _head(part, "final_", t, classes, kind) if _FINAL[0] in part else None,
-        previous,
-    )
+        expected = f"shape {[*adapted.shape]} as {name}"
+        raise InputError(f"train_previous_{t}: expected {expected}, found {[*previous.shape]}")
+    head, final = _head(arrays, "", t, classes, kind), None
+    if f"{_FINAL[0]}_{t}" in arrays:
+        final = _head(arrays, "final_", t, classes, kind)
+    return TaskFeatures(adapted, pretrained, labels, head, classes[t], final, previous)
 
 
 def _head(
-    part: Arrays, prefix: str, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
+    arrays: Arrays, prefix: str, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
 ) -> heads.Head:
     """Returns a head of a task; raises InputError unless it has a row for every class."""
-    names = [f"{prefix}{name}" for name in _array_names(kind)]
-    for name in (f"{prefix}{stem}" for stem in _HEAD):
-        if name in part and name not in names:
-            raise InputError(f"{name}_{t}: {kind} heads, as head_kind says they are, have none")
-    counts, rows = [len(own) for own in classes], len(np.atleast_1d(part[names[0]]))
+    names = [f"{prefix}{name}_{t}" for name in _array_names(kind)]
+    for name in (f"{prefix}{stem}_{t}" for stem in _HEAD):
+        if name in arrays and name not in names:
+            raise InputError(f"{name}: {kind} heads, as head_kind says they are, have none")
+    counts, rows = [len(own) for own in classes], len(np.atleast_1d(arrays[names[0]]))
     first, count = sum(counts[:t]), counts[t]
     if rows != count:
         hint = ""
@@ -265,10 +254,8 @@ def _head(
                 ", as many as several tasks have together; expected the task's own rows alone, "
                 f"weight[{first}:{first + count}] if rows stand task by task, and so for the bias"
             )
-        raise InputError(
-            f"{names[0]}_{t}: found {rows} rows for the {count} classes of task {t}{hint}"
-        )
-    return _TYPES[kind](*(part[name] for name in names if name in part))
+        raise InputError(f"{names[0]}: found {rows} rows for the {count} classes of task {t}{hint}")
+    return _TYPES[kind](*(arrays[name] for name in names if name in arrays))
 
 
 def _array_names(kind: str) -> tuple[str, ...]:
@@ -289,19 +276,10 @@ def write_task(
     classes: ArrayLike | None = None,
     previous: ArrayLike | None = None,
 ) -> None:
-    """Writes the arrays of one task into a folder, each file whole or not at all.
+    """Writes the arrays of a task, from 0, into a folder, each file whole or not at all.
 
-    Arrays of the task that the folder has and that are not given are removed.
-
-    Args:
-        folder: the folder; made if missing.
-        task: index from 0.
-        adapted: training features by the encoder after this task, [n, d].
-        labels: integers, [n].
-        head: the head, of the same kind in all tasks of a folder.
-        pretrained: features by the pretrained encoder, [n, d'], for all tasks or none.
-        classes: label of every row of the head, [c]; None for the distinct labels, ascending.
-        previous: features by the encoder before this task, [n, d], from the second task on.
+    Arguments are those of `Calibrator.fit_task`. Arrays of the task that the folder has and that
+    are not given are removed.
 
     Raises:
         InputError: earlier tasks have heads of another kind, or the file system refuses a write.
@@ -309,8 +287,8 @@ def write_task(
     path, kind = Path(folder) / "head_kind.npy", heads.KINDS[type(head)]
     if task > 0 and path.exists() and (stored := str(read_npy(path))) != kind:
         raise InputError(f"{path}: expected {kind} as the head of task {task}, is {stored}")
-    given = dict(zip(_TRAIN, (adapted, pretrained, labels), strict=True))
-    given |= {"head_classes": classes, "train_previous": previous, **_head_arrays(head)}
+    given = dict(zip(_TRAIN, (adapted, pretrained, labels, previous), strict=True))
+    given |= {"head_classes": classes, **_head_arrays(head)}
     of_task = {f"{name}_{task}": given.get(name) for name in _PER_TASK}
     write(folder, {"head_kind": np.array(kind), **of_task})
 
@@ -333,14 +311,7 @@ def write_test(
     pretrained: ArrayLike | None = None,
     labels: ArrayLike | None = None,
 ) -> None:
-    """Writes the test features and labels, each file whole or not at all.
-
-    Args:
-        folder: the folder; made if missing.
-        adapted: features by the final encoder, [n, d].
-        pretrained: features by the pretrained encoder, [n, d'], if the tasks have them.
-        labels: integers, [n], if known.
-    """
+    """Writes the test features by the final and the pretrained encoder, and labels if known."""
     write(folder, dict(zip(_WHOLE, (adapted, pretrained, labels), strict=False)))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fdc_jax import calibration, evaluation
-from fdc_jax.calibration import METHODS, Scores, confidence
+from fdc_jax.calibration import METHODS, Scores, familiarity
 from fdc_jax.errors import StopRequest
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import devices
@@ -205,7 +205,7 @@ def evaluate(
     for name in calibrators:
         if METHODS[name].gives_confidence:
             sure, typicality = calibrators[name].assess(*views)
-            unlike = 100.0 * float(np.mean(typicality < confidence.UNTYPICAL))
+            unlike = 100.0 * float(np.mean(typicality < familiarity.UNTYPICAL))
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
         columns["class_names"] = np.array(tasks.class_names)

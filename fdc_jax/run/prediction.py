@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from fdc_jax.calibration import FDC, METHODS, Terms, confidence
+from fdc_jax.calibration import FDC, METHODS, Terms, familiarity
 from fdc_jax.calibration.calibrator import best_by_task
 from fdc_jax.data import folder
 from fdc_jax.data.batches import EvaluationBatches
@@ -142,7 +142,7 @@ class Predictions:
         if METHODS[self.method].gives_confidence:
             probabilities, typicality = calibrator.assess(*views)
             columns["typicality"] = typicality
-            columns["unlike_learned"] = typicality < confidence.UNTYPICAL
+            columns["unlike_learned"] = typicality < familiarity.UNTYPICAL
         for rank, best in enumerate(ranked, start=1):
             suffix = f"_{rank}" if rank > 1 else ""
             columns[f"class{suffix}"] = self.class_names[labels[best]]

@@ -1,17 +1,17 @@
-"""Probabilities and typicality against their definitions, and what they are worth."""
+"""Probabilities against their definition, and their calibration error."""
 
 import numpy as np
 import pytest
 from scipy.stats import binom
 
 from fdc_jax import calibration, evaluation
-from fdc_jax.calibration import confidence
+from fdc_jax.calibration import confidence, familiarity
 from tests.calibration import streams
 
 VIEWS = ("adapted", "pretrained")
 
 
-def test_a_fifth_of_every_class_is_left_out_and_no_single_image():
+def test_a_fifth_of_every_class_is_held_out_and_no_single_image():
     rows = np.array([2, 0, 2, 2, 1, 2, 2, 2, 3, 3])
     expected = np.flatnonzero(confidence.held_out(rows))
     # The first and the sixth of class 2, the first of class 3, none of those of one image.
@@ -25,7 +25,7 @@ def test_the_temperature_is_the_one_of_the_least_loss_and_rows_sum_to_one():
     columns = np.array([rng.choice(6, p=each) for each in chances])
     spread = rng.uniform(0.5, 2.0, 4000)
     scores = 7.0 * truth * spread[:, None]  # seven times too sure
-    found = confidence.Confidence().with_task(columns, scores, spread, spread)
+    found = confidence.Confidence().with_task(columns, scores, spread)
     probabilities = found.probabilities(scores, spread)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1.0)
     # A tenth of the share of wrong answers belongs to no class.
@@ -36,21 +36,11 @@ def test_the_temperature_is_the_one_of_the_least_loss_and_rows_sum_to_one():
     np.testing.assert_allclose(found.probabilities(none, spread)[:, :6], probabilities)
 
 
-def test_an_answer_is_never_certain_where_no_left_out_image_was_answered_wrong():
+def test_an_answer_is_never_certain_where_no_held_out_image_was_answered_wrong():
     sure = 9.0 * np.eye(3)[np.arange(30) % 3]
-    found = confidence.Confidence().with_task(np.arange(30) % 3, sure, np.ones(30), np.ones(30))
+    found = confidence.Confidence().with_task(np.arange(30) % 3, sure, np.ones(30))
     probabilities = found.probabilities(1e3 * np.eye(3), np.ones(3))
     np.testing.assert_allclose(probabilities.min(), 0.1 / 32 / 3, rtol=1e-6)
-
-
-def test_typicality_is_the_share_of_left_out_images_that_are_no_more_familiar():
-    left = np.random.default_rng(0).normal(size=5000)
-    nothing = np.zeros(5000, int), np.zeros((5000, 2)), np.ones(5000)
-    found = confidence.Confidence().with_task(*nothing, left)
-    shares = found.typicality(np.quantile(left, [0.1, 0.5, 0.9]))
-    np.testing.assert_allclose(shares, [0.1, 0.5, 0.9], atol=0.02)
-    assert confidence.Confidence().typicality(np.array([-1e9]))[0] == 1.0
-    assert found.typicality(np.array([-1e9]))[0] < confidence.UNTYPICAL
 
 
 def test_answers_are_as_sure_as_they_are_right_and_strangers_are_told():
@@ -68,8 +58,8 @@ def test_answers_are_as_sure_as_they_are_right_and_strangers_are_told():
     np.testing.assert_array_equal(said, probabilities.max(axis=1))
     assert evaluation.calibration_error(said, label == labels) < 5.0
     _, strange = found.assess(stranger.adapted, stranger.pretrained)
-    limit = confidence.UNTYPICAL
-    assert 0.01 < (known < limit).mean() < 0.1 < 0.3 < (strange < limit).mean()
+    limit = familiarity.UNTYPICAL
+    assert 0.03 < (known < limit).mean() < 0.07 < 0.3 < (strange < limit).mean()
 
 
 def test_calibration_error_by_hand():

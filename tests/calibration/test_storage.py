@@ -119,8 +119,7 @@ def forged(path, tree, **arrays):
     tree = json.dumps(tree)
     write_npz(
         path,
-        arrays
-        | {"format": storage.FORMAT, "tree": tree, "sha256": storage._checksum(tree, arrays)},
+        arrays | {"format": storage.FORMAT, "tree": tree, "sha256": storage.checksum(tree, arrays)},
     )
     return path
 
@@ -152,7 +151,7 @@ def test_unknown_kinds_and_trees_are_refused_and_nothing_is_run(tmp_path):
         path = forged(tmp_path / f"{number}.npz", tree, float64=np.zeros(4))
         refused(path, "not as this version writes it|expected a calibrator")
     deep = "[" * 100_000 + "]" * 100_000
-    arrays = {"format": storage.FORMAT, "tree": deep, "sha256": storage._checksum(deep, {})}
+    arrays = {"format": storage.FORMAT, "tree": deep, "sha256": storage.checksum(deep, {})}
     write_npz(tmp_path / "deep.npz", arrays)
     refused(tmp_path / "deep.npz")
     assert not any(path.suffix != ".npz" for path in tmp_path.iterdir())

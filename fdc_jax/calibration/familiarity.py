@@ -1,0 +1,134 @@
+"""How like the learned images a new image is (docs/predict.md).
+
+With the precision P that all classes share, the familiarity of a feature g is
+
+    f(g) = (D^2 - min_c D_c^2) / 2,    D_c^2 = (g - mu_c)' P (g - mu_c),
+
+where D is the distance to one Gaussian of all images. It is measured in the pretrained view, if
+there is one: that encoder learned none of the images, so that each is like a new image if the
+statistics leave it out. That has a closed form. Without an image of a class of n, r = g - mu_c
+becomes h r with h = n / (n - 1), and P becomes P + b P r r' P / (1 - b r' P r) with
+b = (1 - a) h / N; the rest of P is kept.
+
+Statistics change as tasks follow. Values are therefore kept less their expectation for the class,
+
+    e_c = ((mu_c - m)' W (mu_c - m) + tr W S / N - tr P S / N) / 2,
+
+where m and W are the mean and the precision of all images as one. The typicality of an image is the
+share of values plus present expectations, its own among them, that are not above its familiarity.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import scipy.linalg
+
+from fdc_jax.calibration.compiled import padded, padded_size
+from fdc_jax.calibration.inputs import float32
+from fdc_jax.heads import products, unit
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+# Share a of a class's own covariance, and the least lambda (fdc_jax.calibration.gaussians).
+OWN_SHARE = 0.1
+LEAST_SHRINKAGE = 0.1
+# Images that are less typical are unlike anything learned.
+UNTYPICAL = 0.05
+
+
+def shared_precision(
+    scatter: Float[np.ndarray, "d d"], images: int, classes: int
+) -> Float[np.ndarray, "d d"]:
+    """Returns P, the inverse of (1 - a) S / N + lambda (tr S / (N d)) I."""
+    width, kind = len(scatter), scatter.dtype.type
+    covariance = scatter / kind(images)
+    variance = np.trace(covariance) / width
+    shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
+    covariance *= kind(1 - OWN_SHARE)
+    covariance.flat[:: width + 1] += kind(shrinkage * variance if variance > 0 else 1.0)
+    lower = scipy.linalg.cholesky(covariance, lower=True, check_finite=False)
+    (potri,) = scipy.linalg.get_lapack_funcs(["potri"], [lower])
+    half = potri(lower, lower=1)[0]
+    return half + np.tril(half, -1).T
+
+
+class Reference(NamedTuple):
+    """Statistics of one view that features are compared with."""
+
+    precision: Float[Any, "d d"]  # P
+    means: Float[Any, "c d"]  # mu_c less m
+    constants: Float[Any, " c"]  # (mu_c - m)' P (mu_c - m) / 2, infinite without an image
+    middle: Float[Any, " d"]  # m
+    whole: Float[Any, "d d"]  # W
+    expected: Float[Any, " c"]  # e_c
+
+
+def reference(known: Any, counts: Int[np.ndarray, " c"], kind: type = np.float64) -> Reference:
+    """Returns the reference of `gaussians.ViewClasses`, computed in floats of a kind."""
+    images, size = int(counts.sum()), padded_size(len(counts), 8)
+    scatter, middle = known.scatter.astype(kind), np.average(known.means, axis=0, weights=counts)
+    means = ((known.means - middle) * (counts > 0)[:, None]).astype(kind)
+    about = means * np.sqrt(counts, dtype=kind)[:, None]
+    precision = shared_precision(scatter, images, int((counts > 0).sum()))
+    whole = shared_precision(scatter + about.T @ about, images, 1)
+    own, all_as_one = (((means @ matrix) * means).sum(axis=1) for matrix in (precision, whole))
+    expected = (all_as_one + ((whole - precision) * scatter).sum() / images) / 2
+    constants = np.where(counts > 0, own / 2, np.inf)
+    parts = padded(means, size), padded(constants, size, np.inf), middle, whole, expected
+    return Reference(*map(float32, (precision, *parts)))
+
+
+def measure(known: Reference, features: Float[Any, "n d"]) -> tuple[Any, Any]:
+    """Returns f and D^2 / 2 of features."""
+    near = unit(features) - known.middle
+    turned = products(near, known.precision)
+    nearest = (products(turned, known.means) - known.constants).max(axis=-1)
+    whole = (products(near, known.whole) * near).sum(axis=-1) / 2
+    return nearest - (turned * near).sum(axis=-1) / 2 + whole, whole
+
+
+def left_out(
+    known: Reference,
+    features: Float[np.ndarray, "n d"],
+    columns: Int[np.ndarray, " n"],
+    counts: Int[np.ndarray, " c"],
+) -> Float[np.ndarray, " n"]:
+    """Returns f of images of some classes, each left out of its class; classes have two or more."""
+    near = unit(features) - known.middle
+
+    def without(away: Any, matrix: Any, count: Any) -> tuple[Any, Any, Any]:
+        """Returns away' M, h^2 away' M away after the change of M, and b / (1 - b away' M away)."""
+        turned, h = away @ matrix, count / (count - 1.0)
+        square, b = (turned * away).sum(axis=1), (1.0 - OWN_SHARE) * h / counts.sum()
+        return turned, h**2 * square / (1.0 - b * square), b / (1.0 - b * square)
+
+    away = near - known.means[columns]
+    turned, own, change = without(away, known.precision, counts[columns])
+    to_all = near @ known.precision
+    squares = (to_all * near).sum(axis=1)[:, None] + 2 * (known.constants - to_all @ known.means.T)
+    along = (turned * near).sum(axis=1)[:, None] - turned @ known.means.T
+    squares += change[:, None] * along**2
+    squares[np.arange(len(near)), columns] = own
+    whole = without(near, known.whole, counts.sum())[1]
+    return (whole - squares.min(axis=1)) / 2
+
+
+class Familiarity(NamedTuple):
+    """Familiarity of left-out images less the expectation for their classes."""
+
+    values: Float[np.ndarray, " n"] = np.zeros(0, np.float32)
+    columns: Int[np.ndarray, " n"] = np.zeros(0, np.int32)  # index of each image's class
+
+    def with_task(self, known: Reference, values: Any, columns: Any) -> Familiarity:
+        """Returns this with images of one more task."""
+        values = float32(values - known.expected[columns])
+        columns = np.append(self.columns, columns.astype(np.int32))
+        return Familiarity(np.append(self.values, values), columns)
+
+    def typicality(self, known: Reference, found: Float[np.ndarray, " n"]) -> Any:
+        """Returns the share of left-out images, in (0, 1], that are no more familiar."""
+        values = np.sort(self.values + np.asarray(known.expected)[self.columns])
+        return (1.0 + np.searchsorted(values, found, side="right")) / (1.0 + len(values))
