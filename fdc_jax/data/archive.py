@@ -52,8 +52,12 @@ def unpack(archive: Path, cache: Path) -> Path:
         except InputError:
             raise
         except Exception as error:  # Damaged archives raise a dozen types.
-            hint = "; the file may be incomplete" if isinstance(error, zipfile.BadZipFile) else ""
-            raise InputError(f"{archive}: cannot unpack: {error}{hint}") from error
+            reason = str(error).replace(f"{unfinished}/", "")
+            if isinstance(error, zipfile.BadZipFile):
+                reason += "; the file may be incomplete"
+            if isinstance(error, tarfile.FilterError):
+                reason = f"{error.tarinfo.name} is no file, or outside of the archive's folder"
+            raise InputError(f"{archive}: cannot unpack: {reason}") from error
     return folder
 
 

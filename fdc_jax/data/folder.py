@@ -33,6 +33,7 @@ if images.HEIC:
     IMAGE_SUFFIXES += (".heic", ".heif")
 # Folders of operating systems; so are all names with a leading dot.
 _OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+_LARGEST = 2**30  # bytes of a file of an image
 _LAYOUTS = (
     "train/CLASS/IMAGE and test/CLASS/IMAGE, or CLASS/IMAGE with config.data.test_share above 0"
 )
@@ -125,6 +126,10 @@ def content(path: Path) -> bytes:
     """Returns the bytes of an image file; raises InputError if they cannot be read."""
     try:
         with open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
+                raise InputError(
+                    f"{path}: expected an image of at most 1 GiB, found {size:,} bytes"
+                )
             return file.read()
     except OSError as error:
         raise InputError(f"{path}: cannot read: {error.strerror}") from error

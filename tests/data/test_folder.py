@@ -357,6 +357,15 @@ def test_folders_that_are_refused(photos, opened, change, share, message):
         opened(photos, share)
 
 
+def test_a_file_of_endless_size_is_not_read(tmp_path):
+    with open(tmp_path / "big.png", "wb") as file:
+        file.truncate(2**30 + 1)
+    with pytest.raises(
+        InputError, match=r"/big.png: expected an image of at most 1 GiB, found 1,0"
+    ):
+        folder.content(tmp_path / "big.png")
+
+
 def test_a_folder_that_cannot_be_read_is_not_passed_over(divided, opened, monkeypatch):
     def closed(path, scan=os.scandir):
         if str(path).endswith("ant"):
