@@ -84,22 +84,20 @@ def _run(options: argparse.Namespace) -> None:
     with contextlib.closing(progress), write_atomically(options.output) as file:
         for table, pixels in predictions:
             if classes:
-                table.insert(1, "true_class", table["image"].map(classes).fillna(""))
-                for true, answer in zip(table["true_class"], table["class"], strict=True):
-                    answers[true][answer] += 1
+                table.insert(1, "true_class", [classes.get(name, "") for name in table["image"]])
             file.write(_text(table, options.output, header=not printed).encode())
             if counts["images"] < _PRINTED:
                 printed.append(table)
-            unlike = table.get("unlike_learned", pd.Series(False, table.index))
+            records = table.assign(position=table.index).to_dict("records")
+            for record in records:
+                unlike = record.get("unlike_learned", False)
+                counts.update(images=1, changed=record["changed"], unlike=unlike)
+                if classes:
+                    answers[record["true_class"]][record["class"]] += 1
             if options.html:
-                # Images unlike anything learned come first, then the least sure.
-                order = table.get("confidence", 0.0) - unlike
-                records = table.assign(position=table.index).to_dict("records")
-                rows = zip(order, records, map(np.copy, pixels), strict=True)
+                rows = zip(map(_certainty, records), records, map(np.copy, pixels), strict=True)
                 both = itertools.chain(shown, rows)
                 shown = heapq.nsmallest(_ON_PAGE, both, key=operator.itemgetter(0))
-            changed = int(table["changed"].sum())
-            counts.update(images=len(table), changed=changed, unlike=int(unlike.sum()))
             done = counts["images"] + len(predictions.unreadable)
             speed = done / (time.perf_counter() - start)
             progress.step("predict", images_per_second=f"{speed:.0f}")
@@ -110,10 +108,15 @@ def _run(options: argparse.Namespace) -> None:
         write_text(options.html, _page(predictions, rows, counts, answers))
     if not options.quiet:
         _print_summary(pd.concat(printed).head(_PRINTED), counts, options)
-        if answers:
+        if answers.keys() - {""}:
             _print_accuracy(answers)
     if predictions.unreadable:
         raise InputError(f"{len(predictions.unreadable)} of {images} could not be read")
+
+
+def _certainty(record: dict[str, Any]) -> float:
+    """Returns the order on the page: images unlike anything learned, then the least certain."""
+    return record.get("confidence", 0.0) - record.get("unlike_learned", False)
 
 
 def _classes_by_folder(predictions: Predictions, given: Sequence[str]) -> dict[str, str]:
@@ -185,11 +188,12 @@ def _print_accuracy(answers: _Answers) -> None:
     for true, said in answers.items():
         wrong = [f"{escaped(name)} {n}" for name, n in said.most_common() if name != true]
         share = 100 * said[true] / said.total()
-        lines.append((escaped(true), said.total(), f"{share:.1f}", ", ".join(wrong[:3])))
+        if true:
+            lines.append((escaped(true), said.total(), round(share, 1), ", ".join(wrong[:3])))
+    lines.sort(key=operator.itemgetter(2))
     frame = pd.DataFrame(lines, columns=["class", "images", "% right", "taken for"])
-    known = frame[frame["class"] != ""].sort_values("% right", key=pd.to_numeric)
-    print("\n" + known.to_string(index=False))
-    right, total = sum(said[true] for true, said in answers.items()), known["images"].sum()
+    print("\n" + frame.to_string(index=False))
+    right, total = sum(said[true] for true, said in answers.items()), sum(it[1] for it in lines)
     print(f"right on {100 * right / total:.1f} % of {counted(total, 'image')} of known class")
     if "" in answers:
         others = counted(answers[""].total(), "image")
@@ -230,15 +234,19 @@ def _reliability(predictions: Predictions) -> dict[str, float]:
     column = f"{predictions.method}_label"
     if predictions.run.results is None or column not in (columns := predictions.run.predictions):
         return {}
-    right = pd.Series(columns[column] == columns["label"]).groupby(columns[column]).mean()
-    return {predictions.class_names[label]: 100 * share for label, share in right.items()}
+    labels = columns[column]
+    shares = np.bincount(labels, labels == columns["label"]) / np.maximum(np.bincount(labels), 1)
+    names = predictions.run.class_names
+    return {names[label]: 100 * float(shares[label]) for label in np.unique(labels).tolist()}
 
 
 def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:
     """Returns a row of the table with its picture and FDC's evidence for two tasks, if any."""
-    titles = {**EVIDENCE, "score": "Score"}
-    named = [(title, row.get(name), row.get(f"rival_{name}")) for name, title in titles.items()]
-    evidence = [pictures.Evidence(*line) for line in named if None not in line]
+    evidence = [
+        pictures.Evidence(title, row[name], row[f"rival_{name}"])
+        for name, title in {**EVIDENCE, "score": "Score"}.items()
+        if f"rival_{name}" in row
+    ]
     return row | {
         "uri": pictures.data_uri(image),
         "small": pictures.is_small(image),

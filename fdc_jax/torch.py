@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # pretrained features [n, e].
 Views = Callable[[Any, Any], Any]
 
-_LABELS = ("labels", "label")  # names in batches that are dictionaries
 _EXPECTED = "loader: expected batches (images, labels, ...) or dictionaries"
 _warn_once = functools.cache(logging.getLogger(__name__).warning)
 
@@ -59,7 +58,7 @@ def pooled(model: Any, inputs: Any, layer: str = "") -> Any:
     if isinstance(model, nn.ModuleList):
         return tuple(pooled(encoder, inputs, layer) for encoder in model)
     adapted = _features(model, inputs, layer)
-    if not _is_peft(model):
+    if not hasattr(model, "disable_adapter"):
         return adapted
     # PEFT makes the parameters of an adapter that it activates again trainable.
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -87,13 +86,13 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
         for hook in hooks:
             hook.remove()
     output = getattr(output, "logits", output)  # of transformers
-    last = [call for call in calls if layer or call[2] is output]
-    if layer and not last:
+    calls = [call for call in calls if layer or call[2] is output]
+    if layer and not calls:
         raise InputError(f"layer: expected one that the model uses for its output, found {layer}")
     if not layer and modules:
-        taken = f"the input of its layer {last[-1][0]}" if last else "its output"
+        taken = f"the input of its layer {calls[-1][0]}" if calls else "its output"
         _warn_once(f"{type(base).__name__}: features are {taken}; layer= names another layer")
-    return last[-1][1] if last else output
+    return calls[-1][1] if calls else output
 
 
 def _named_layer(base: Any, name: str) -> Any:
@@ -106,12 +105,9 @@ def _linear_layers(module: Any) -> dict[str, Any]:
     return {name: it for name, it in module.named_modules() if hasattr(it, "in_features")}
 
 
-def _is_peft(model: Any) -> bool:
-    return hasattr(model, "disable_adapter") and hasattr(model, "get_base_model")
-
-
 def _base(model: Any) -> Any:
-    return model.get_base_model() if _is_peft(model) else model
+    """Returns the model within a model of PEFT, or the model itself."""
+    return model.get_base_model() if hasattr(model, "disable_adapter") else model
 
 
 def _unwrapped(layer: Any) -> Any:
@@ -179,14 +175,12 @@ def _parts(batch: Any, device: torch.device) -> tuple[Any, Any]:
     if isinstance(batch, torch.Tensor):
         return batch.to(device), None
     if isinstance(batch, Mapping):
-        labels = next((batch[name] for name in _LABELS if name in batch), None)
-        inputs = {
-            name: value.to(device)
-            for name, value in batch.items()
-            if name not in _LABELS and isinstance(value, torch.Tensor)
-        }
+        labels = [batch[name] for name in ("labels", "label") if name in batch]
+        tensors = {name: it for name, it in batch.items() if isinstance(it, torch.Tensor)}
+        inputs = {name: tensors[name].to(device) for name in tensors.keys() - {"labels", "label"}}
         # A single tensor is a positional argument, since models name it differently.
-        return (next(iter(inputs.values())) if len(inputs) == 1 else inputs), labels
+        images = next(iter(inputs.values())) if len(inputs) == 1 else inputs
+        return images, labels[0] if labels else None
     if not isinstance(batch, list | tuple) or not batch or not isinstance(batch[0], torch.Tensor):
         raise InputError(f"{_EXPECTED} of tensors")
     return batch[0].to(device), batch[1] if len(batch) > 1 else None

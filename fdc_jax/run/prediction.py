@@ -140,7 +140,7 @@ class Predictions:
         ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
         probabilities = None
         if METHODS[self.method].gives_confidence:
-            probabilities, typicality = calibrator.assess(*views)
+            probabilities, typicality = self.calibrator.assess(*views)
             columns["typicality"] = typicality
             columns["unlike_learned"] = typicality < familiarity.UNTYPICAL
         for rank, best in enumerate(ranked, start=1):
