@@ -19,4 +19,5 @@ def get_config(learner: str = "cumulative_lora") -> ml_collections.ConfigDict:
     config.data.test_share = 0.2
     config.data.input_range = "model"
     config.train.epochs = 0
+    config.untrained = True
     return config

@@ -139,6 +139,8 @@ def _classes_by_folder(predictions: Predictions, given: Sequence[str]) -> dict[s
 def _notes(predictions: Predictions) -> Iterator[str]:
     """Yields lines on missing tasks, on the calibrator that answers, and on the others."""
     run, method = predictions.run, predictions.method
+    if predictions.before_training:
+        yield "training is not finished: answers by features of the pretrained encoder alone"
     if predictions.num_tasks < run.num_tasks:
         yield (
             f"the run has learned {predictions.num_tasks} of its {run.num_tasks} tasks; it knows "

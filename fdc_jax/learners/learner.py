@@ -100,6 +100,7 @@ class Learner:
     # True if the loss is a mean over images, weighted by `batch.weights`, plus terms of no image; a
     # batch may then be split into portions.
     mean_over_images: ClassVar[bool] = False
+    trains: ClassVar[bool] = True  # False: a run takes no steps, and every encoder is E_0
 
     @classmethod
     def section(cls) -> str:

@@ -70,6 +70,8 @@ class TaskImages(NamedTuple):
 
     augmented: Callable[[], Iterator[Batch]]
     plain: Callable[[], Iterator[Batch]]
+    # Returns features of all images by E_0, and their labels within the task.
+    pretrained: Callable[[], Any] = tuple
 
 
 class Progress(NamedTuple):

@@ -44,6 +44,7 @@ def fields() -> ml_collections.ConfigDict:
     config.cache_dir = ""  # downloads, compiled programs, E_0 features; empty: the user's cache
     config.save_features = True  # keep features under the work directory, for refits and sweeps
     config.log = ""  # events also for these, where installed: tensorboard,wandb
+    config.untrained = False  # first answer by frozen features, in the folder untrained of the run
     config.report = True  # write tables, figures and a page into the work directory at the end
 
     config.encoder = ml_collections.ConfigDict()

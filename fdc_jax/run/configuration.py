@@ -33,6 +33,7 @@ WITHOUT_EFFECT = OF_A_HOST.union(
         "checkpoint.every_steps",
         "checkpoint.keep",
         "report",
+        "untrained",
     )
 )
 # Fields that may differ between runs whose accuracies are compared.

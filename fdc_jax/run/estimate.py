@@ -6,7 +6,7 @@ task, are left out.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -147,10 +147,25 @@ def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
     return (time.perf_counter() - clock) / steps / images
 
 
+def seconds_after(setup: Setup, records: Sequence[Mapping[str, Any]]) -> float:
+    """Returns about the seconds of a run, by the records of one with a frozen encoder."""
+    batch = setup.config.evaluation.batch_size
+    seconds = min(  # per image, padding included; the first task compiles
+        record["timing"]["adapted_extraction_seconds"]
+        / (-(-len(setup.tasks.train_indices[record["task"]]) // batch) * batch)
+        for record in records
+    )
+    return 2 * seconds * passes(configuration.flatten(setup.config), _size(setup))
+
+
+def _size(setup: Setup) -> Size:
+    tasks = setup.tasks
+    return Size(sum(map(len, tasks.train_indices)), len(tasks.test_indices), len(tasks.tasks))
+
+
 def describe(setup: Setup, num_seeds: int) -> str:
     """Returns the line of a set-up with the time and the GiB of a seed."""
-    tasks, config, learner = setup.tasks, setup.config, setup.learner
-    of = Size(sum(map(len, tasks.train_indices)), len(tasks.test_indices), len(tasks.tasks))
+    config, learner, of = setup.config, setup.learner, _size(setup)
     image = seconds_of_image(config, learner, setup.backbone)
     seconds = image * passes(configuration.flatten(config), of)
     gib = disk(config, of, state_bytes(learner), learner.setup.variant.width) / 2**30

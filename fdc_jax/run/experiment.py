@@ -60,7 +60,7 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
     for task in range(point.tasks_done, num_tasks):
         took, processor = {"previous_extraction_seconds": 0.0}, time.process_time()
         if task >= point.trained_tasks:
-            if task and any(it.reads_previous for it in calibrators.values()):
+            if task and learner.trains and any(it.reads_previous for it in calibrators.values()):
                 took = keep_previous(work, task, learner.encoder(setup.backbone, state, task))
             state = train(work, task, state, point)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)

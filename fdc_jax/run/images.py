@@ -53,7 +53,9 @@ class RunImages:
                 yield devices.split(mesh, batch)
 
         return TaskImages(
-            augmented=lambda: placed(self.batches(task)), plain=lambda: placed(self._plain(task))
+            augmented=lambda: placed(self.batches(task)),
+            plain=lambda: placed(self._plain(task)),
+            pretrained=lambda: (self._pretrained(task).features, self._labelled(task)[2]),
         )
 
     def previous_features(self, task: int, encoder: Any) -> Extraction:
@@ -68,16 +70,30 @@ class RunImages:
 
         Those of E_0 are kept for other seeds and learners; the decoded images are forgotten.
         """
-        setup, name, encoders = self._setup, f"train_{task:03d}", [encoder]
-        indices, cache = setup.tasks.train_indices[task], setup.pretrained_features
-        pretrained = cache.find(name, indices) if setup.pretrained_view else None
-        if setup.pretrained_view and pretrained is None:
-            encoders.append(vit.pretrained_kernels(setup.backbone))
-        adapted, *new = self._extract(encoders, self._plain(task))
-        for pretrained in new:
-            cache.keep(name, indices, pretrained)
+        setup, cache, encoders = self._setup, self._setup.pretrained_features, [encoder]
+        key = f"train_{task:03d}", setup.tasks.train_indices[task]
+        pretrained = cache.find(*key) if setup.pretrained_view else None
+        if not setup.learner.trains:
+            adapted = self._pretrained(task)
+        else:
+            if setup.pretrained_view and pretrained is None:
+                encoders.append(vit.pretrained_kernels(setup.backbone))
+            adapted, *new = self._extract(encoders, self._plain(task))
+            for pretrained in new:
+                cache.keep(*key, pretrained)
         self._decoded.forget("decoded")
         return adapted, pretrained
+
+    def _pretrained(self, task: int) -> Extraction:
+        """Returns features of a task's training images by E_0, which are kept for other runs."""
+        setup, cache = self._setup, self._setup.pretrained_features
+        key = f"train_{task:03d}", setup.tasks.train_indices[task]
+        extraction = cache.find(*key)
+        if extraction is None:
+            encoders = [vit.pretrained_kernels(setup.backbone)]
+            (extraction,) = self._extract(encoders, self._plain(task))
+            cache.keep(*key, extraction)
+        return extraction
 
     def test_features(self, count: int, encoder: Any) -> Views:
         """Returns features of the first `count` test images (line 14)."""
@@ -88,15 +104,17 @@ class RunImages:
             batches = EvaluationBatches(setup.tasks.test, indices, None, **options)
             return self._extract([encoder], batches)[0]
 
-        adapted = extract(encoder, indices[:count])
-        if not setup.pretrained_view:
+        trains = setup.learner.trains
+        adapted = extract(encoder, indices[:count]) if trains else None
+        if adapted and not setup.pretrained_view:
             return adapted, None
         pretrained = setup.pretrained_features.find("test", indices)
         if pretrained is None:
             pretrained = extract(vit.pretrained_kernels(setup.backbone), indices)
             setup.pretrained_features.keep("test", indices, pretrained)
         first = devices.joined(setup.learner.setup.mesh, [pretrained.features], count)
-        return adapted, pretrained._replace(features=first)
+        pretrained = pretrained._replace(features=first)
+        return (adapted, pretrained) if adapted else (pretrained, None)
 
     def _labelled(self, task: int) -> tuple[Any, ...]:
         """Returns a task's training images, their indices, and labels within the task."""

@@ -20,6 +20,7 @@ class RunPaths:
         self.folder = named_path("run directory", folder)
         self.checkpoints_folder = self.folder / "checkpoints"
         self.features_folder = self.folder / "features"  # in the form that `fdc_jax.posthoc` reads
+        self.untrained_folder = self.folder / "untrained"  # the run that answered before training
         self.config_file = self.folder / "config.json"
         self.results_file = self.folder / "results.json"  # the last one that a run writes
         self.predictions_file = self.folder / "predictions.npz"

@@ -68,6 +68,7 @@ class Predictions:
     Iterating yields a table per batch, and the images as the encoder sees them unscaled.
 
     Attributes:
+        before_training: True if the run is not finished and its answer before training is used.
         method: name of the calibrator that answers.
         unreadable: errors of the images that could not be read so far, by position.
     """
@@ -78,7 +79,9 @@ class Predictions:
         named = list(_named(images))
         if not named:
             raise InputError("expected images, found none")
-        self.run, self.top, self.method = run, top, method or run.best_calibrator
+        self.before_training = run is not run.answering()
+        self.run = run = run.answering()
+        self.top, self.method = top, method or run.best_calibrator
         self.images = _NewImages(
             *("images", "", "", np.zeros(len(named), np.int32)),
             ids=tuple(name for name, _ in named),

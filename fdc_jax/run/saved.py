@@ -219,6 +219,13 @@ class Run(RunPaths):
         """The learner's state after the last trained task."""
         return self._saved[0]
 
+    def answering(self) -> "Run":
+        """Returns the run that predicts: the one before training until this one is finished."""
+        before = RunPaths(self.untrained_folder)
+        if self.results or not before.results_file.exists():
+            return self
+        return Run(before.folder, host=self._host)
+
     @property
     def calibrators(self) -> list[str]:
         """Names of the calibrators with a file, of all tasks or of those of a stopped run."""

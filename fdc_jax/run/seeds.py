@@ -26,6 +26,8 @@ from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
 
+_SLOW_SECONDS = 600.0  # of a training, from which on a run says what to turn down
+
 
 def run(
     config: Config, workdir: str, quiet: bool = False, stop: StopRequest | None = None
@@ -100,6 +102,8 @@ def run_seed(
         if not quiet:
             print(f"{folder}: finished before, not done again", file=sys.stderr)
         return finished
+    if setup.config.untrained and setup.learner.trains:
+        _answer_untrained(setup, seed, folder, stop, quiet)
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
     label = f"seed {seed}, " if len(setup.config.seed) > 1 else ""
     with contextlib.closing(Progress(quiet, label)) as progress:
@@ -116,6 +120,28 @@ def run_seed(
     collected = results.collect(setup, seed, calibrators, records)
     store.finish(calibrators, collected)
     return collected
+
+
+def _answer_untrained(
+    setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
+) -> None:
+    """Fits class Gaussians on the frozen encoder, and says what they and further training give."""
+    untrained, config = setups.untrained(setup), setup.config
+    if not untrained.config.calibrators:
+        return
+    paths = RunPaths(RunPaths(folder).untrained_folder)
+    found = run_seed(untrained, seed, paths.folder, stop, quiet=True)
+    if quiet:
+        return
+    accuracy = found["accuracy"][untrained.config.calibrators]
+    seconds = estimate.seconds_after(setup, paths.read_records())
+    text = f"without training: {accuracy:.1f} %; training on top takes about "
+    text += f"{estimate.duration(seconds)} here"
+    if seconds > _SLOW_SECONDS:
+        side, patch = config.encoder.image_size // 2, setup.learner.setup.variant.patch
+        text += f" (a quarter with --config.encoder.image_size={side // patch * patch}, half with "
+        text += f"--config.train.epochs={-(-config.train.epochs // 2)})"
+    print(f"{text}; Ctrl-C keeps this answer", file=sys.stderr, flush=True)
 
 
 def describe(setup: Setup) -> str:

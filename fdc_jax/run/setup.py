@@ -72,13 +72,32 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
     if not config.train.epochs:
         # 20, the paper's number, for thousands of images.
         config.train.epochs = 40 if counts[0] <= 1000 else 20 if counts[0] <= 5000 else 10
-    encoders = build_encoders(config, tasks.planned, quiet)
-    train, data, update = config.train, config.data, encoders.learner.update()
+    return _complete(build_encoders(config, tasks.planned, quiet), tasks)
+
+
+def untrained(setup: Setup) -> Setup:
+    """Returns the set-up of class Gaussians on the frozen encoder, for the same images."""
+    config, made = setup.config.copy_and_resolve_references(), setup.learner.setup
+    methods = calibration.METHODS
+    names = [it for it in configuration.calibrators(config) if methods[it].gives_confidence]
+    fields = {"learner.name": "frozen", "calibrators": ",".join(names), "log": ""}
+    config.update_from_flattened_dict(fields | {"untrained": False, "save_features": False})
+    learner = make_learner(config, made.model, made.classes_per_task, made.mesh)
+    parts = {field.name: getattr(setup, field.name) for field in dataclasses.fields(Encoders)}
+    encoders = Encoders(**parts | {"config": config, "learner": learner})
+    return dataclasses.replace(_complete(encoders, setup.tasks), test_images=setup.test_images)
+
+
+def _complete(encoders: Encoders, tasks: TaskStream) -> Setup:
+    config, learner = encoders.config, encoders.learner
+    train, data, update = config.train, config.data, learner.update()
+    counts = [len(indices) for indices in tasks.train_indices]
     epochs = [train.first_epochs or train.epochs, *[train.epochs] * (len(counts) - 1)]
+    epochs = epochs if learner.trains else [0] * len(counts)
     steps = [n * -(-count // train.batch_size) for n, count in zip(epochs, counts, strict=True)]
 
     def batches(size: int, **options: Any) -> dict[str, Any]:
-        own_rows = devices.own_rows(encoders.learner.setup.mesh, size)
+        own_rows = devices.own_rows(learner.setup.mesh, size)
         common = {"image_size": config.encoder.image_size, "workers": data.workers}
         return {"batch_size": size, "own_rows": own_rows, **common, **options}
 
@@ -92,7 +111,7 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
         evaluated=[*(n % config.evaluation.every == 0 for n in range(1, len(counts))), True],
         train_batches=batches(train.batch_size, crop_scale=tuple(data.crop_scale), flip=data.flip),
         evaluation_batches=batches(config.evaluation.batch_size),
-        pretrained_view=config.fdc.pretrained_view_weight > 0,
+        pretrained_view=learner.trains and config.fdc.pretrained_view_weight > 0,
         pretrained_features=_pretrained_features(encoders, tasks),
         test_images=ByteCache(int(data.cache_gib * 2**30)),
     )
@@ -225,6 +244,8 @@ def checksums(encoders: Encoders, tasks: TaskStream) -> dict[str, str]:
 
 def trained_parameters(encoders: Encoders) -> int:
     """Returns the number of parameters that a task trains."""
+    if not encoders.learner.trains:
+        return 0
 
     def trained(backbone, learner=encoders.learner):
         return learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))[1]

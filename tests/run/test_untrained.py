@@ -1,0 +1,61 @@
+"""The answer before training: class Gaussians on the frozen encoder, until the run is finished."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import fdc_jax
+from fdc_jax.errors import Interrupted, StopRequest
+from fdc_jax.features import feature_files
+from fdc_jax.run import seeds
+from tests import small_runs
+from tests.small_runs import config, events, predictions, results
+
+
+@pytest.fixture(scope="module")
+def frozen(cache, tmp_path_factory):
+    """A run of the learner `frozen`."""
+    fields = config(cache, learner__name="frozen")
+    return small_runs.shared(tmp_path_factory, "frozen", lambda it: small_runs.run(fields, it))
+
+
+def test_a_frozen_encoder_takes_no_steps_and_predicts_the_nearest_class_mean(frozen, whole):
+    assert events(frozen, "epoch") == [] and not (frozen / "features/train_previous_1.npy").exists()
+    saved = feature_files.load(frozen / "features")
+    train = np.concatenate([task.adapted for task in saved.tasks]).astype(np.float64)
+    labels = np.concatenate([task.labels for task in saved.tasks])
+    means = np.stack([train[labels == label].mean(axis=0) for label in range(10)])
+    distances = np.linalg.norm(saved.test_adapted[:, None] - means, axis=2)
+    np.testing.assert_array_equal(predictions(frozen)["raw_label"], distances.argmin(axis=1))
+    known = np.load(whole / "features" / "test_pretrained.npy")
+    np.testing.assert_array_equal(saved.test_adapted, known)
+    run = fdc_jax.open_run(frozen)
+    assert run.predict(run.test_images(np.arange(60)))["class"].tolist() == [
+        run.class_names[label] for label in predictions(frozen)["gaussians_label"]
+    ]
+
+
+def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys):
+    class Stop(StopRequest):
+        def __init__(self):
+            super().__init__()
+            self.agree = lambda number: 15 * (folder / "untrained" / "results.json").exists()
+
+    folder, fields = tmp_path / "run", config(cache, untrained=True)
+    with pytest.raises(Interrupted):
+        seeds.run(fields, str(folder), False, Stop())
+    accuracy = results(folder / "untrained")["accuracy"]["gaussians"]
+    assert accuracy == results(frozen)["accuracy"]["gaussians"]
+    text = f"without training: {accuracy:.1f} %; training on top takes about "
+    assert text in capsys.readouterr().err
+    run = fdc_jax.open_run(folder)
+    images = run.test_images(np.arange(8))
+    before = run.predict(images)
+    columns = ["class", "confidence", "typicality"]
+    expected = fdc_jax.open_run(frozen).predict(images)
+    pd.testing.assert_frame_equal(before[columns], expected[columns])
+    small_runs.run(fields, folder)
+    small_runs.same_outcome(whole, folder)
+    after = fdc_jax.open_run(folder).predict(images)
+    pd.testing.assert_frame_equal(after, fdc_jax.open_run(whole).predict(images))
+    assert before["confidence"].tolist() != after["confidence"].tolist()
