@@ -47,7 +47,9 @@ def main() -> None:
                 raise InputError(did_you_mean("NAME", name, PROGRAMS))
             width = max(map(len, PROGRAMS))
             lines = (f"  {each:<{width}}  {text}" for each, text in PROGRAMS.items())
-            print("\n".join(["usage: fdc NAME ...", "", *lines]))
+            print(
+                "\n".join(["usage: fdc NAME ...", "example: fdc run --config=digits", "", *lines])
+            )
         if ending.code:
             sys.exit(ending.code)
 

@@ -175,7 +175,8 @@ def _name() -> str:
 
 def usage() -> str:
     """Returns the flags, and every field of a configuration with its default and comment."""
-    lines = [f"usage: {Path(sys.argv[0]).name} --config=NAME [--config.FIELD=VALUE ...]", ""]
+    lines = [f"usage: {Path(sys.argv[0]).name} --config=NAME [--config.FIELD=VALUE ...]"]
+    lines += ["example: python -m fdc_jax run --config=digits --config.train.epochs=5", ""]
     lines += [FLAGS.module_help(sys.modules[__name__]), "", "Fields and their defaults:", ""]
     for line in inspect.getsource(base.fields).splitlines():
         if re.match(r"    (#|config\.)", line) and not line.endswith("ConfigDict()"):

@@ -223,10 +223,10 @@ def refuse_repeated(words: Sequence[str], but: Set[str] = frozenset()) -> None:
 class Program(argparse.ArgumentParser):
     """The command line of a program, `python -m fdc_jax NAME`."""
 
-    def __init__(self, name: str, description: str):
-        super().__init__(
-            prog=f"python -m fdc_jax {name}", allow_abbrev=False, description=description
-        )
+    def __init__(self, name: str, description: str, example: str = ""):
+        program = f"python -m fdc_jax {name}"
+        texts = {"description": description, "epilog": f"example: {program} {example}"}
+        super().__init__(prog=program, allow_abbrev=False, **texts)
         self.title = f"fdc_jax.{name}"
         self.add_argument("--quiet", action="store_true", help="print nothing but errors")
         self.add_argument("--traceback", action="store_true", help="show where an error arose")

@@ -156,7 +156,8 @@ def _write_timm(run: Run, folder: Path) -> None:
 
 def parser() -> Program:
     """Returns the options of the command."""
-    program = Program("export", "Write a finished run as one folder that fdc_jax.open_run reads.")
+    text = "Write a finished run as one folder that fdc_jax.open_run reads."
+    program = Program("export", text, "runs/photos model")
     add = program.add_argument
     add("workdir", help="work directory of a run of one seed")
     add("out", help="the folder to make")

@@ -127,7 +127,8 @@ def measure_run(run: Any, protocol: Any = PROTOCOL) -> dict[str, Any]:
 
 def parser() -> Program:
     """Returns the options of the command."""
-    made = Program("latency", "Time the inference of finished runs: raw, FDC by one and two views.")
+    text = "Time the inference of finished runs: raw, FDC by one and two views."
+    made = Program("latency", text, "runs/digits")
     made.add_argument("workdir", nargs="+", help="work directory of a run of one seed")
     made.add_argument("--data", metavar="FOLDER", help="the images of the runs; digits need none")
     made.add_argument("--weights", metavar="FILE", help="the pretrained encoder, if not in a cache")

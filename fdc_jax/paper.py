@@ -366,6 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = errors.Program(
         "paper",
         "Make all runs of the paper and its tables; --config.FIELD=VALUE are those of fdc run.",
+        "--data=archives --benchmarks=cub200 --dry_run",
     )
     add = made.add_argument
     add("--data", default="", help="folder with the benchmarks' archives or folders, as PILOT's")

@@ -43,6 +43,7 @@ def parser() -> Program:
     program = Program(
         "predict",
         "Predict the classes of new images by a run, with the evidence. Columns: docs/predict.md.",
+        "runs/photos new_photos --html=predictions.html",
     )
     add = program.add_argument
     add("workdir", help="work directory of a run of one seed")

@@ -1,5 +1,6 @@
 """The command `fdc`, from the checkout and from a wheel."""
 
+import importlib
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 import fdc_jax
 from fdc_jax import __main__ as programs
+from fdc_jax import command
 from fdc_jax.errors import Program
 from fdc_jax.run import configuration
 from tests import small_runs
@@ -104,6 +106,17 @@ def test_a_flag_given_twice_is_refused(capsys):
     assert program.run(lambda options: None, ["--sweep=a", "--sweep=b"]) == 0
     assert program.run(lambda options: None, ["--output=a", "--output", "b"]) == 2
     assert capsys.readouterr().err == "fdc_jax.predict: --output is given twice\n"
+
+
+def test_the_help_of_every_command_has_an_example(capsys):
+    for name in programs.PROGRAMS.keys() - {"run"}:
+        module = importlib.import_module(f"fdc_jax.{name}")
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"fdc_jax.{name}.__main__")
+        with pytest.raises(SystemExit, match="0"):
+            module.main(["--help"])
+        assert f"example: python -m fdc_jax {name} " in capsys.readouterr().out
+    assert "example: python -m fdc_jax run --config=" in command.usage()
 
 
 def test_what_is_no_name(monkeypatch, capsys):

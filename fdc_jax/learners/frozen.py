@@ -1,4 +1,4 @@
-"""Frozen encoder: trains nothing; the rows of a task's head are the mean features of its classes.
+"""Frozen encoder: no training, heads of class means.
 
 Every encoder is E_0, and the raw prediction is the nearest class mean: with the mean m of a class,
 its logit for features g is g'm - |m|^2 / 2. Calibrators work on top, in the view of E_0 alone. A
@@ -23,6 +23,7 @@ class Frozen(Learner):
     """Frozen encoder, as described above."""
 
     title = "Frozen encoder"
+    paper_row = 101  # the last of the package
     trains = False
 
     def initial_state(self) -> Any:

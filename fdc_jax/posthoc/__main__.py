@@ -35,6 +35,7 @@ def _program() -> Program:
         "posthoc",
         "Calibrate the task heads of a trained class-incremental learner from its features, "
         "without training. docs/features.md describes feature files and how to write one.",
+        "features.npz --method=all --output=calibrated.npz",
     )
     add = program.add_argument
     text = "an .npz, a folder of .npy files such as WORKDIR/features, or the word example for the "

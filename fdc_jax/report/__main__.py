@@ -14,6 +14,7 @@ def parser() -> Program:
         "report",
         "Write a report about finished runs: report.html, tables (CSV, LaTeX) and figures (SVG, "
         "PDF, PNG). Nothing is trained.",
+        "runs/* --output=report",
     )
     add = program.add_argument
     folders = "run folders, or folders of run folders at any depth"

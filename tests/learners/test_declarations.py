@@ -2,9 +2,13 @@
 
 import dataclasses
 import importlib
+import inspect
+import re
 import sys
 import types
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +16,9 @@ import pytest
 from fdc_jax import learners
 from fdc_jax.errors import InputError
 from fdc_jax.learners import Learner, check_state, option
+from fdc_jax.learners.learner import increment_in_training
 from fdc_jax.run import base, configuration
+from tests.learners import toy
 
 
 def test_ranges_can_be_read_and_have_room_for_every_default():
@@ -106,3 +112,25 @@ STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}
 def test_another_state_is_named(state, found):
     with pytest.raises(InputError, match=rf"^learner.name: mine: after_task must return .*{found}"):
         check_state("mine", "after_task", STATE, state)
+
+
+def test_the_page_on_learners_has_their_methods_and_a_loss_that_works(backbone):
+    page = (Path(__file__).parents[2] / "docs" / "learners.md").read_text()
+    methods = re.findall(r"\| `(\w+)\((.*)\)` \|", page)
+    assert len(methods) == 8
+    for name, given in methods:
+        declared = inspect.signature(getattr(Learner, name)).parameters.values()
+        required = [each.name for each in declared if each.default is each.empty]
+        assert given.split(", ") == required, name
+    (code,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    made = {}
+    exec(code, made)
+    learner = made["ShortFeatures"](toy.make_learner().setup)
+    frozen, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
+    batch = toy.make_batch(seed=1)
+    increment = increment_in_training(frozen, trained)
+    features = learner.features(backbone, batch, frozen["kernels"], increment)
+    penalty = 1e-4 * np.mean(np.sum(np.square(features, dtype=np.float64), axis=1))
+    plain = Learner.loss(learner, backbone, frozen, trained, batch)
+    loss = learner.loss(backbone, frozen, trained, batch)
+    assert loss - plain == pytest.approx(penalty, rel=1e-3)

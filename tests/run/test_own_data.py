@@ -32,6 +32,7 @@ SETTINGS = {
     "train.batch_size": 6,
     "checkpoint.every_steps": 3,
     "report": False,
+    "untrained": False,
 }
 
 

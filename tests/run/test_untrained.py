@@ -19,8 +19,9 @@ def frozen(cache, tmp_path_factory):
     return small_runs.shared(tmp_path_factory, "frozen", lambda it: small_runs.run(fields, it))
 
 
-def test_a_frozen_encoder_takes_no_steps_and_predicts_the_nearest_class_mean(frozen, whole):
-    assert events(frozen, "epoch") == [] and not (frozen / "features/train_previous_1.npy").exists()
+def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, whole, tmp_path):
+    assert events(frozen, "epoch") == []
+    assert not (frozen / "features" / "train_previous_1.npy").exists()
     saved = feature_files.load(frozen / "features")
     train = np.concatenate([task.adapted for task in saved.tasks]).astype(np.float64)
     labels = np.concatenate([task.labels for task in saved.tasks])
@@ -30,7 +31,8 @@ def test_a_frozen_encoder_takes_no_steps_and_predicts_the_nearest_class_mean(fro
     known = np.load(whole / "features" / "test_pretrained.npy")
     np.testing.assert_array_equal(saved.test_adapted, known)
     run = fdc_jax.open_run(frozen)
-    assert run.predict(run.test_images(np.arange(60)))["class"].tolist() == [
+    files = small_runs.test_files(run, tmp_path / "images")
+    assert run.predict(files)["class"].tolist() == [
         run.class_names[label] for label in predictions(frozen)["gaussians_label"]
     ]
 
@@ -48,11 +50,10 @@ def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys):
     assert accuracy == results(frozen)["accuracy"]["gaussians"]
     text = f"without training: {accuracy:.1f} %; training on top takes about "
     assert text in capsys.readouterr().err
-    run = fdc_jax.open_run(folder)
-    images = run.test_images(np.arange(8))
-    before = run.predict(images)
+    known = fdc_jax.open_run(frozen)
+    images = known.test_images(np.arange(8))
+    before, expected = fdc_jax.open_run(folder).predict(images), known.predict(images)
     columns = ["class", "confidence", "typicality"]
-    expected = fdc_jax.open_run(frozen).predict(images)
     pd.testing.assert_frame_equal(before[columns], expected[columns])
     small_runs.run(fields, folder)
     small_runs.same_outcome(whole, folder)
