@@ -45,11 +45,9 @@ def main() -> None:
         with Ending("fdc") as ending:
             if name not in ("-h", "--help"):
                 raise InputError(did_you_mean("NAME", name, PROGRAMS))
+            print("usage: fdc NAME ...\nexample: fdc run --config=digits\n")
             width = max(map(len, PROGRAMS))
-            lines = (f"  {each:<{width}}  {text}" for each, text in PROGRAMS.items())
-            print(
-                "\n".join(["usage: fdc NAME ...", "example: fdc run --config=digits", "", *lines])
-            )
+            print("\n".join(f"  {name:<{width}}  {text}" for name, text in PROGRAMS.items()))
         if ending.code:
             sys.exit(ending.code)
 

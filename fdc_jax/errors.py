@@ -225,8 +225,12 @@ class Program(argparse.ArgumentParser):
 
     def __init__(self, name: str, description: str, example: str = ""):
         program = f"python -m fdc_jax {name}"
-        texts = {"description": description, "epilog": f"example: {program} {example}"}
-        super().__init__(prog=program, allow_abbrev=False, **texts)
+        super().__init__(
+            prog=program,
+            description=description,
+            epilog=f"example: {program} {example}",
+            allow_abbrev=False,
+        )
         self.title = f"fdc_jax.{name}"
         self.add_argument("--quiet", action="store_true", help="print nothing but errors")
         self.add_argument("--traceback", action="store_true", help="show where an error arose")
