@@ -10,7 +10,7 @@ from PIL import Image
 
 import fdc_jax
 from configs import own
-from fdc_jax import command, predict
+from fdc_jax import command
 from fdc_jax.data import task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.learners.inflora import InfLoRA
@@ -158,9 +158,8 @@ def test_without_its_data_a_run_opens_and_names_photographs(
     assert not any(isinstance(value, dict) for value in run.config.values())  # Fields alone.
     assert list(run.class_names) == list(ALL)
     assert len(run.heads()) == 3 and run.encoders.learner.setup.classes_per_task == SIZES
-    found = predict.predict(
-        run, [root / f"trees/test/{name}/{n}.png" for name in ALL for n in (6, 7, 8)]
-    )
+    images = [root / f"trees/test/{name}/{n}.png" for name in ALL for n in (6, 7, 8)]
+    found = run.predict(images, method="fdc")
     expected = np.array(ALL)[run.predictions["fdc_label"]]
     np.testing.assert_array_equal(found["class"], expected)
 
