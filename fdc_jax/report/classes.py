@@ -47,6 +47,7 @@ class Classes(NamedTuple):
     wrong: Sequence[Wrong] = ()  # at most `MOST`, evenly spaced, by true class
     number: int = 0  # how many there are
     missing: str = "Pictures are in the report of each run alone."  # why there are none
+    untested: Sequence[str] = ()  # names of classes without test images
 
 
 def load(group: Group) -> Classes | None:
@@ -76,9 +77,12 @@ def load(group: Group) -> Classes | None:
         for row, column in np.argwhere(counts).tolist()
     ]
     pairs = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    names = [pictures.class_name(group.runs[0].class_names, label) for label in range(size)]
+    num_classes = max(size, group.results.get("num_classes") or 0)
+    names = [pictures.class_name(group.runs[0].class_names, label) for label in range(num_classes)]
+    untested = [name for label, name in enumerate(names) if label not in table.index]
     order = sorted_by_likeness(wrong / totals)
-    return Classes(formatting.method_title(best), names, table, pairs[:WORST], order, cells)
+    title = formatting.method_title(best)
+    return Classes(title, names, table, pairs[:WORST], order, cells, untested=untested)
 
 
 def sorted_by_likeness(wrong: np.ndarray) -> list[int]:

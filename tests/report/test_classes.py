@@ -21,7 +21,7 @@ def group():
         "oracle_label": np.array([0, 0, 0, 1, 1, 3, 3, 5]),
     }
     run.results["accuracy"] = {"raw": 25.0, "fdc": 62.5, "oracle": 100.0}
-    run.class_names = NAMES
+    run.class_names, run.results["num_classes"] = NAMES, len(NAMES)
     run.test_images = lambda rows: np.stack([np.full((8, 8, 3), 9 * row, np.uint8) for row in rows])
     return made_up.groups(run)[0]
 
@@ -33,6 +33,7 @@ def test_counts_by_hand():
     assert rows[0] == pytest.approx([1, 3, 100 / 3, 0, 3]) and rows[1] == [1, 2, 100, 100, -1]
     assert rows[3] == [2, 2, 50, 0, 0] and rows[5] == [3, 1, 100, 0, -1] and len(rows) == 4
     assert list(found.table.index[:2]) == [0, 3]  # The worst first.
+    assert found.untested == ["cat", "emu"]
     assert {cell[:3] for cell in found.cells} >= {(0, 0, 1), (0, 3, 2), (5, 5, 1)}
     assert sorted(found.order) == [*range(6)]
     assert abs(found.order.index(0) - found.order.index(3)) == 1
@@ -57,6 +58,7 @@ def test_the_page_has_every_class_and_every_wrong_picture(monkeypatch):
     assert [(each.true, each.chosen) for each in found.wrong] == [(0, 3), (0, 3), (3, 0)]
     assert (found.number, found.missing) == (3, "") and len({each.uri for each in found.wrong}) == 3
     text = page.render_classes(of, found)
+    assert '<th scope="row">emu</th><td></td><td class="number">0</td>' in text
     assert "<script>alert" not in text and "http" not in text.replace("http-equiv", "")
     read = Reader(text.replace("<br>", ""))
     assert {"ant", "bee", "fox", HOSTILE} < set(read.texts("th")) and "66.7" in read.texts("td")
