@@ -30,6 +30,7 @@ from benchmarks import measure, synthetic
 from fdc_jax import learners
 from fdc_jax.calibration import fdc
 from fdc_jax.calibration.compiled import padded_size
+from fdc_jax.calibration.packed import PackedTasks
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
 from fdc_jax.model import vit
@@ -86,13 +87,13 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
     shapes = ((width,), (128, width), (), (classes + 1, width), (classes,), (2,), (2,), (2,))
     statistics = [array(tasks, *shape) for shape in shapes]
     heads = array(tasks, 2 * of_head, width), array(tasks, of_head)
-    views = [fdc.Tasks._make([*statistics, each, None]) for each in (heads, None)]
+    views = [PackedTasks._make([*statistics, each]) for each in (heads, None)]
     ratios = [array(3)] * 2
 
     def score(views, ratios, *features):
         both = zip(features, views, strict=True)
-        measured = [fdc.measure(each, of, 0.5, neighbours=1) for each, of in both]
-        return fdc.fuse(measured, views, ratios, (1.0, 1.0), True, 1.0, 1.0, False)
+        measured = [fdc.measure(each, of, 0.5, neighbours=1, normalised=False) for each, of in both]
+        return fdc.fuse(measured, views, ratios, (1.0, 1.0), (True, 1.0, 1.0, False))
 
     first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
     arguments = _placed(first, (views, ratios, array(rows, width), array(rows, width)))

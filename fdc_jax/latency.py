@@ -60,9 +60,10 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
     @jax.jit
     def choose(features, tasks):
         pairs = zip(features, tasks, strict=True)
-        measured = [fdc.measure(view, it, of.attenuation, of.neighbours) for view, it in pairs]
-        switches = weights, True, of.rlc_weight, of.pac_weight, False
-        scores, rows = fdc.fuse(measured, tasks, terms.ratios, *switches)
+        how = of.attenuation, of.neighbours, own.heads[0].affine.normalised
+        measured = [fdc.measure(view, packed, *how) for view, packed in pairs]
+        switches = True, of.rlc_weight, of.pac_weight, False
+        scores, rows = fdc.fuse(measured, tasks, terms.log_ratios, weights, switches)
         task = scores[:, : len(first)].argmax(axis=1)
         return jnp.asarray(labels)[jnp.asarray(first)[task] + rows[jnp.arange(len(rows)), task]]
 

@@ -45,7 +45,7 @@ def placed(count: int, array: Any) -> Array:
     return jax.device_put(padded(np.asarray(array, np.float32), count))
 
 
-def energy(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
+def squared_norm(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
     """Returns squared Euclidean norms."""
     return (vectors * vectors).sum(axis=-1)
 
@@ -72,9 +72,11 @@ class Blocks:
     def __iter__(self) -> Iterator[Float[Array, "rows d"]]:
         if isinstance(self.features, jax.Array) and len(self.features):
             return (_cut(self.features, start, self.shards, self.rows) for start in self.starts)
-        return iter(self.moved or map(jax.device_put, self.beside(self.features, np.float32, 0.0)))
+        return iter(
+            self.moved or map(jax.device_put, self.split_like(self.features, np.float32, 0.0))
+        )
 
-    def beside(
+    def split_like(
         self, values: Any, kind: type = np.int32, fill: float = -1
     ) -> Iterator[Int[np.ndarray, "rows ..."]]:
         """Yields the values of each block's rows on the host; of labels -1 for padding rows."""
@@ -113,7 +115,7 @@ def _cut(features: Float[Array, "n d"], start: int, shards: int, rows: int) -> A
     return block.reshape(shards * rows, -1).astype(jnp.float32)
 
 
-def in_order(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
+def map_blocks(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
     """Returns the results of block after block; at most three are under way at a time."""
     results: list[Any] = []
     for blocks in zip(*columns, strict=True):
@@ -125,7 +127,7 @@ def in_order(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]
 def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]) -> Any:
     """Returns arrays [n, ...], or a tree of them: a kernel of `fitted` and rows of views."""
     columns = blocks_of(views)
-    return columns[0].gather(in_order(partial(jax.jit(kernel), fitted), *columns))
+    return columns[0].gather(map_blocks(partial(jax.jit(kernel), fitted), *columns))
 
 
 # Principal directions -----------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def principal(
     """
     matrices, centred_rows = [], []
     for view, mean in zip(views, means, strict=True):
-        blocks = zip(view, view.beside(rows), strict=True)
+        blocks = zip(view, view.split_like(rows), strict=True)
         near, matrix = None, np.zeros((len(mean), len(mean)), np.float32)
         if len(view.starts) * view.rows * view.shards < len(mean):
             matrix, near = _inner_products([*blocks], mean)

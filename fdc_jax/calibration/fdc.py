@@ -1,14 +1,15 @@
-"""Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations, in its order.
+"""Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations.
 
-    5-11   FDC.fit_task: 6 means, pca, moments; 7 standardised; 9 filtered; 10 moments
-    13     FDC.finalize: fit_foreign, log_ratio
-    14-20  FDC.score: 16 measure; 17, 18 fuse; 20 calibrator.Scores
+    1-4    the caller: trains the task, extracts its features G
+    5-11   FDC.fit_task: 6 mean_and_prototypes, pca, moments; 7 foreign_residuals; 9 filtered;
+           10 moments
+    12, 13 FDC.finalize: fit_foreign
+    14-20  FDC.score: 14, 16 measure; 17, 18 fuse; 20 calibrator.Scores
 
-`measure` compares features with tasks in lines 6, 7, 10 and 16.
-
-A view is an encoder: "adapted" (A: E_t while learning, E_T at the end) or "pretrained" (0: E_0).
-Features are rows [n, d], and U_t is kept as rows. JAX computes in float32 with exact products;
-moments, sums over tasks and the median are float64 on the host.
+A view is an encoder: the adapted view (A, index 0) is E_t while learning and E_T at the end, the
+pretrained view (0, index 1) is E_0. Features are rows [n, d], and U_t is kept as rows [r, d]. JAX
+computes in float32 with the highest precision of products. Moments and sums over tasks are float64
+on the host.
 """
 
 from __future__ import annotations
@@ -22,65 +23,67 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import compiled, inputs
+from fdc_jax.calibration import compiled, inputs, packed
 from fdc_jax.calibration.calibrator import Calibrator, Scores, warn_of_equal_residuals
-from fdc_jax.calibration.compiled import Blocks, energy, padded_size, stack
+from fdc_jax.calibration.compiled import Blocks, padded_size, squared_norm
+from fdc_jax.calibration.packed import PackedTasks
 from fdc_jax.calibration.statistics import COMPONENTS, Foreign, Settings, Task, View
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, products, unit
 
-# Both floors are of the paper's "Test-Time Calibration".
+# Floors of the paper, "Test-Time Calibration".
 SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
-# Shares of energy nearer than this count as equal: a share that rounding alone misses is reached.
-ENERGY_TOLERANCE = 1e-6
-# Tasks that `vmap` measures at once: two stay in the caches of a CPU, and memory does not grow.
-TOGETHER = 2
+# A share of the variance this close to eta counts as reached: only rounding separates them.
+VARIANCE_TOLERANCE = 1e-6
+# Tasks that `measure` takes at once: two fit into the caches of a CPU, and memory does not grow.
+TASKS_AT_ONCE = 2
 
 
 # Statistics of a task (line 6) --------------------------------------------------------------------
 
 
-def means(
+def mean_and_prototypes(
     view: Blocks, rows: Int[np.ndarray, " n"], classes: int
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]:
-    """Returns m_t, and p_{t,c} by class, zero for classes without an image (Eq. proto)."""
-    numbers = np.arange(padded_size(classes, 8), dtype=np.int32)
+    """Returns m_t and p_{t,c} by row of the head (Eq. proto), zero for a class without samples."""
+    class_rows = np.arange(padded_size(classes, 8), dtype=np.int32)
     first = next(iter(view))
-    sums = compiled.in_order(partial(_sums, numbers, first), view, view.beside(rows))
+    sums = compiled.map_blocks(partial(_sums, class_rows, first), view, view.split_like(rows))
     *parts, (origin, *_) = zip(*jax.device_get(sums), strict=True)
-    total, directions = (np.sum(part, axis=0, dtype=float) for part in parts)
+    total, class_sums = (np.sum(part, axis=0, dtype=float) for part in parts)
     present = np.bincount(rows, minlength=classes)[:, None]
-    directions = directions[:classes] + present * unit(origin.astype(float))
-    return (origin + total / len(rows)).astype(np.float32), unit(directions).astype(np.float32)
+    class_sums = class_sums[:classes] + present * unit(origin.astype(float))
+    return (origin + total / len(rows)).astype(np.float32), unit(class_sums).astype(np.float32)
 
 
 @jax.jit
-def _sums(numbers: Any, first: Any, features: Any, rows: Any) -> tuple[Array, Array, Array]:
-    origin = first[0]  # Sums about a feature keep the digits of features far from zero.
-    members, ways = (rows == numbers[:, None]).astype(jnp.float32), unit(features) - unit(origin)
-    return compiled.centred(features, rows, origin).sum(axis=0), products(members, ways.T), origin
+def _sums(class_rows: Any, first: Any, features: Any, rows: Any) -> tuple[Array, Array, Array]:
+    origin = first[0]  # Subtracted, so that float32 keeps the digits of features far from zero.
+    members, shifted = (rows == class_rows[:, None]).astype(jnp.float32), unit(features)
+    class_sums = products(members, (shifted - unit(origin)).T)
+    return compiled.centred(features, rows, origin).sum(axis=0), class_sums, origin
 
 
 def pca(
     views: Sequence[Blocks], rows: Int[np.ndarray, " n"], centres: Sequence[Any], share: float
 ) -> list[Float[np.ndarray, "r d"]]:
-    """Returns U_t of views, the fewest directions with a share of the variance (Eq. task-pca)."""
+    """Returns U_t by view: the fewest directions with a share of the variance (Eq. task-pca)."""
     rank = partial(retained_rank, share=share, count=len(rows))
     return compiled.principal(views, rows, centres, rank)
 
 
-def retained_rank(energies: Float[np.ndarray, " k"], share: float, count: int) -> int:
-    """Returns how many of descending energies hold a share; `count` samples span `count` - 1."""
-    energies = np.clip(energies.astype(float), 0.0, None)
-    if count < 2 or not energies.any():
+def retained_rank(variances: Float[np.ndarray, " k"], share: float, count: int) -> int:
+    """Returns the fewest of descending variances that reach a share; n samples span n - 1."""
+    variances = np.clip(variances.astype(float), 0.0, None)
+    if count < 2 or not variances.any():
         return 0
-    short = np.cumsum(energies) / energies.sum() < share - ENERGY_TOLERANCE
-    return min(int(short.sum()) + 1, count - 1, len(energies))
+    short = np.cumsum(variances) / variances.sum() < share - VARIANCE_TOLERANCE
+    return min(int(short.sum()) + 1, count - 1, len(variances))
 
 
 def moments(values: Float[np.ndarray, ...]) -> tuple[float, float]:
-    """Returns mean and population standard deviation, at least 1e-6, computed in float64."""
+    """Returns the mean and the population standard deviation, at least 1e-6."""
     wide = values.astype(float)
     return float(wide.mean()), max(float(wide.std()), SCALE_FLOOR)
 
@@ -88,63 +91,61 @@ def moments(values: Float[np.ndarray, ...]) -> tuple[float, float]:
 # Features against tasks (lines 6, 7, 9, 10 and 16) ------------------------------------------------
 
 
-class Tasks(NamedTuple):
-    """Statistics of tasks in one view, padded; `heads` are None in the pretrained view."""
-
-    mean: Float[Array, "t d"]
-    basis: Float[Array, "t r d"]
-    length: Float[Array, " t"]  # |m|
-    prototypes: Float[Array, "t c+1 d"] | None  # p - m^, then m^ = m / |m|; None for rho_t alone
-    offset: Float[Array, "t c"]  # |m| - m.p, infinite for classes without an image
-    residual: Float[Array, "t 2"]  # moments of rho_t
-    distance: Float[Array, "t 2"]  # moments of 1 - A_t
-    scales: Float[Array, "t 2"]  # sigma_t without and with TSF; 0 for padding tasks
-    heads: tuple[Array, Array] | None  # W_t above W~_t, and b_t
-    normalised: Float[Array, " t"] | None  # None unless heads divide h by its length
-
-
 class Measured(NamedTuple):
-    """Features against tasks. A_t has no digits left near 1 in float32, so that 1 - A_t is kept."""
+    """Features against tasks. Float32 has too few digits near 1 for A_t: 1 - A_t is kept."""
 
     residual: Float[Array, "n t"]  # rho_t
-    distance: Float[Array, "n t"] | None = None  # 1 - A_t
-    raw: Float[Array, "n t c"] | None = None  # logits, if there are heads
-    filtered: Float[Array, "n t c"] | None = None  # the same with TSF
+    distance: Float[Array, "n t"]  # 1 - A_t
+    raw: Float[Array, "n t c"] | None = None  # logits, in the adapted view
+    filtered: Float[Array, "n t c"] | None = None  # logits with TSF
 
 
-@partial(jax.jit, static_argnames="neighbours")
-def measure(features: Float[Array, "n d"], tasks: Tasks, gamma: float, neighbours: int) -> Measured:
-    """Measures features in one view against tasks."""
-    lengths = jnp.sqrt(energy(features))
+@partial(jax.jit, static_argnames=("neighbours", "normalised"))
+def measure(
+    features: Any, tasks: PackedTasks, gamma: float, neighbours: int, normalised: bool
+) -> Measured:
+    """Measures features [n, d] in a view against tasks; `normalised` heads divide h by |h|."""
+    lengths = jnp.sqrt(squared_norm(features))
 
     def one_task(task: Any) -> Measured:
-        near = features - task.mean
-        ratio, inside = residual_ratio(near, task.basis)
-        if task.prototypes is None:
-            return Measured(ratio)
-        distance = cosine_distance(near, lengths, task, neighbours)
+        centred = features - task.mean
+        ratio, inside = residual_ratio(centred, task.basis)
+        distance = cosine_distance(centred, lengths, task, neighbours)
         if task.heads is None:
             return Measured(ratio, distance)
         weights, bias = task.heads
-        raw, kept = jnp.split(products(features, weights), 2, axis=-1)
-        if task.normalised is not None:
+        raw, filtered_logits = jnp.split(products(features, weights), 2, axis=-1)
+        if normalised:
             inside = inside + products(task.mean[None], task.basis)  # h U
+            filtered_length = jnp.maximum(filtered_lengths(lengths, inside, gamma), NORM_FLOOR)
             raw = raw / jnp.maximum(lengths, NORM_FLOOR)[:, None]
-            kept = kept / jnp.maximum(filtered_lengths(lengths, inside, gamma), NORM_FLOOR)[:, None]
-        return Measured(ratio, distance, raw + bias, kept + bias)
+            filtered_logits = filtered_logits / filtered_length[:, None]
+        return Measured(ratio, distance, raw + bias, filtered_logits + bias)
 
-    by_task = jax.lax.map(one_task, tasks, batch_size=min(TOGETHER, len(tasks.mean)))  # by `vmap`
+    return _over_tasks(one_task, tasks)
+
+
+def _over_tasks(function: Any, tasks: Any) -> Any:
+    """Returns results [n, t, ...] of a function of one task, by `vmap` over a few at a time."""
+    count = len(jax.tree.leaves(tasks)[0])
+    by_task = jax.lax.map(function, tasks, batch_size=min(TASKS_AT_ONCE, count))
     return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1), by_task)
 
 
-def residual_ratio(near: Any, basis: Any) -> tuple[Float[Array, " n"], Float[Array, "n r"]]:
+@jax.jit
+def residual_ratios(features: Any, means: Any, bases: Any) -> Float[Array, "n t"]:
+    """Returns rho_t of features in one view for several tasks (line 7)."""
+    return _over_tasks(lambda task: residual_ratio(features - task[0], task[1])[0], (means, bases))
+
+
+def residual_ratio(centred: Any, basis: Any) -> tuple[Float[Array, " n"], Float[Array, "n r"]]:
     """Returns rho_t of g - m_t (Eq. residual), and (g - m_t) U_t."""
-    total, inside = energy(near), products(near, basis)
-    outside = jnp.maximum(total - energy(inside), 0.0)
+    total, inside = squared_norm(centred), products(centred, basis)
+    outside = jnp.maximum(total - squared_norm(inside), 0.0)
     return outside / jnp.maximum(total, ENERGY_FLOOR), inside
 
 
-def cosine_distance(near: Any, lengths: Any, task: Tasks, k: int) -> Float[Array, " n"]:
+def cosine_distance(centred: Any, lengths: Any, task: PackedTasks, k: int) -> Float[Array, " n"]:
     """Returns 1 - A_{t,K}, where A_{t,K} is the mean of the K largest cosines (Eq. par).
 
     With h = g - m for the task's mean m, |g| (1 - cos(g, p)) is
@@ -155,78 +156,69 @@ def cosine_distance(near: Any, lengths: Any, task: Tasks, k: int) -> Float[Array
     no digits of features that all point nearly the same way. The cosines of g = 0 are 0.
     """
     both = jnp.maximum(lengths + task.length, NORM_FLOOR)
-    along = products(near, task.prototypes)
-    shared = (energy(near) + along[:, -1] * (task.length - lengths)) / both
-    scaled = shared[:, None] - along[:, :-1] + task.offset  # |g| (1 - cos(g, p)) of each class
+    along = products(centred, task.directions)
+    shared = (squared_norm(centred) + along[:, -1] * (task.length - lengths)) / both
+    scaled = shared[:, None] - along[:, :-1] + task.offset  # |g| (1 - cos(g, p)) by class
     nearest = scaled.min(axis=-1) if k == 1 else jnp.sort(scaled, axis=-1)[:, :k].mean(axis=-1)
     return jnp.where(lengths > NORM_FLOOR, nearest / jnp.maximum(lengths, NORM_FLOOR), 1.0)
 
 
-def filtered(rows: Any, basis: Float[Array, "r d"], gamma: float) -> Float[Array, "n d"]:
-    """Returns (1 - gamma) W + gamma (W U) U^T of weight rows (Eq. osp, line 9)."""
-    return (1.0 - gamma) * rows + gamma * products(products(rows, basis), basis.T)
+def filtered(weights: Any, basis: Float[Array, "r d"], gamma: float) -> Float[Array, "c d"]:
+    """Returns W~ = (1 - gamma) W + gamma (W U) U^T (Eq. osp, line 9)."""
+    return (1.0 - gamma) * weights + gamma * products(products(weights, basis), basis.T)
 
 
 def filtered_lengths(lengths: Any, inside: Float[Array, "n r"], gamma: float) -> Float[Array, " n"]:
-    """Returns the lengths of features h after the map of Eq. osp, of |h| and h U."""
-    kept = energy(inside)
+    """Returns the length of each feature after Eq. osp, from |h| and h U."""
+    kept = squared_norm(inside)
     return jnp.sqrt((1.0 - gamma) ** 2 * jnp.maximum(lengths * lengths - kept, 0.0) + kept)
 
 
 @jax.jit
-def _folded(rows: Any, basis: Any, gamma: float) -> Float[Array, "t 2c d"]:
-    return jnp.concatenate([rows, jax.vmap(filtered, (0, 0, None))(rows, basis, gamma)], axis=1)
+def with_filtered(weights: Any, basis: Any, gamma: float) -> Float[Array, "t 2c d"]:
+    """Returns W_t stacked on W~_t, by task."""
+    every = jax.vmap(filtered, (0, 0, None))(weights, basis, gamma)
+    return jnp.concatenate([weights, every], axis=1)
 
 
-def side_by_side(
-    tasks: Sequence[Task], view: int, counts: Sequence[Any], heads: Any, gamma: float, alone: bool
-) -> Tasks:
-    """Returns the statistics of tasks for `measure` and `fuse`; `counts` are samples per class."""
-    views, count = [task.views[view] for task in tasks], 1 if alone else padded_size(len(tasks), 8)
-    rank = padded_size(max(len(view.basis) for view in views), 16)
-    most, put = max(map(len, counts)), partial(compiled.placed, count)
-    classes = padded_size(most + 1, 8) - 1  # With m^ 8 rows, whose products are quick.
-    # In float64, since differences are small.
-    means = np.array([view.mean for view in views], float)
-    own = unit(stack([view.prototypes for view in views], classes).astype(float))
-    lengths, ways = np.linalg.norm(means, axis=1), unit(means)
-    offsets = lengths[:, None] - np.einsum("tcd,td->tc", own, means)
-    offsets[stack(counts, classes) == 0] = np.inf
-    basis, folded, normalised = put(stack([view.basis for view in views], rank)), None, None
-    if heads is not None:
-        forms = [head.affine for head in heads]
-        weights = put(stack([form.rows for form in forms], padded_size(most, 4)))
-        biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
-        folded = _folded(weights, basis, gamma), put(stack(biases, padded_size(most, 4), -np.inf))
-        normalised = np.ones(count, np.float32) if forms[0].normalised else None
-    residuals = [view.residual for view in views]
-    distances = [(1.0 - view.affinity[0], view.affinity[1]) for view in views]
-    rows = np.concatenate([own - ways[:, None], ways[:, None]], axis=1)
-    arrays = lengths, rows, offsets, residuals, distances, [task[1:] for task in tasks]
-    return Tasks._make([put(means), basis, *map(put, arrays), folded, normalised])
+def pack(tasks: Any, counts: Any, heads: Any, gamma: float, pad: bool = True) -> list[PackedTasks]:
+    """Returns the statistics of tasks for `measure` and `fuse`, by view, with W~_t (line 9)."""
+    views: list[Any] = packed.pack(tasks, counts, heads, pad)
+    weights, bias = views[0].heads
+    views[0] = views[0]._replace(heads=(with_filtered(weights, views[0].basis, gamma), bias))
+    return views
 
 
-def standardised(values: Any, own: Any) -> Any:
+def standardised(values: Any, moments: Any) -> Any:
     """Returns u_t of rho_t, or -q_t of 1 - A_t, by their moments (Eq. residual, Eq. par)."""
-    return (values - own[..., 0]) / own[..., 1]
+    return (values - moments[..., 0]) / moments[..., 1]
+
+
+def foreign_residuals(view: Blocks, earlier: Sequence[View]) -> Float[np.ndarray, "earlier n"]:
+    """Returns u_j of features for every earlier task j (line 7)."""
+    subspaces = packed.subspaces(earlier, padded_size(len(earlier), 8))
+    by_block = compiled.map_blocks(lambda block: residual_ratios(block, *subspaces), view)
+    ratios = view.gather(by_block)[:, : len(earlier)]
+    return standardised(ratios, np.array([of.residual for of in earlier], np.float32)).T.copy()
 
 
 # Likelihood and fusion (lines 13, 17 and 18) ------------------------------------------------------
 
 
-def log_ratio(mean: float, variance: float) -> Float[np.ndarray, " 3"]:
-    """Returns log p_F(u) / p_O(u) as coefficients of u^2, u and 1 (Eq. llr).
+def log_ratio(mean: float, variance: float, tau: float = 1.0) -> Float[np.ndarray, " 3"]:
+    """Returns log(p_F(u) / p_O(u)) / tau as coefficients of u^2, u and 1 (Eq. llr).
 
-    It is -log(V) / 2 - (u - m)^2 / (2 V) + u^2 / 2 for p_F = N(m, V) and p_O = N(0, 1).
+    The log is -log(V) / 2 - (u - m)^2 / (2 V) + u^2 / 2 for p_F = N(m, V) and p_O = N(0, 1).
     """
     constant = -0.5 * (np.log(variance) + mean * mean / variance)
-    return np.array([0.5 - 0.5 / variance, mean / variance, constant])
+    return np.array([0.5 - 0.5 / variance, mean / variance, constant]) / tau
 
 
 def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
     """Fits mu_F and V_F to u_j of each task's features, and tau (Eq. foreign, line 13).
 
-    Pairs of tasks weigh the same; tau is the median over all residuals.
+    Pairs of tasks weigh the same; tau is the median over all residuals. With one task there are no
+    foreign residuals, and p_F = p_O.
     """
     if not residuals:
         return Foreign()
@@ -241,33 +233,36 @@ def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
 
 @jax.jit
 def fuse(
-    measured: Any, tasks: Any, ratios: Any, weights: Any, tsf: Any, alpha: Any, beta: Any, near: Any
+    measured: Any, tasks: Any, log_ratios: Any, weights: Any, switches: tuple[Any, ...]
 ) -> tuple[Float[Array, "n t"], Int[Array, "n t"]]:
-    """Returns S_t and each head's best row (Eq. score-fusion, Eq. dual-main, lines 17 and 18).
+    """Returns S_t and the best row of each head (Eq. score-fusion, Eq. dual-main, lines 17 and 18).
 
-    `measured`, `tasks`, `weights` w_v and `ratios`, log p_F(u) / p_O(u) over tau, are lists by
-    view. With `near` affinities are standardised over tasks ("PAC Neighborhood Size": Nearest).
+    `measured`, `tasks`, `log_ratios` and the weights w_v have an item by view. Switches: whether
+    TSF is on, alpha, beta, and `nearest`. If `nearest`, affinities are standardised over the tasks
+    of each input ("PAC Neighborhood Size").
     """
+    tsf, alpha, beta, nearest = switches
     scale = jnp.where(tsf, tasks[0].scales[:, 1], tasks[0].scales[:, 0])
     logits = jnp.where(tsf, measured[0].filtered, measured[0].raw)
     score = logits.max(axis=-1)
-    for view, of, ratio, weight in zip(measured, tasks, ratios, weights, strict=True):
-        over = {"axis": 1, "where": of.scales[:, 0] > 0, "keepdims": True}
-        spread = jnp.maximum(view.distance.std(**over), SCALE_FLOOR)
-        across = jnp.stack([view.distance.mean(**over), spread], axis=-1)
-        q = -standardised(view.distance, jnp.where(near, across, of.distance))  # Eq. par
-        rlc = jnp.tanh(jnp.polyval(ratio, standardised(view.residual, of.residual)))  # Eq. llr
-        score = score + weight * scale * (beta * jnp.tanh(q) - alpha * rlc)  # Eq. pac-correction
+    for view, task, ratio, weight in zip(measured, tasks, log_ratios, weights, strict=True):
+        over_tasks = {"axis": 1, "where": task.scales[:, 0] > 0, "keepdims": True}
+        spread = jnp.maximum(view.distance.std(**over_tasks), SCALE_FLOOR)
+        across = jnp.stack([view.distance.mean(**over_tasks), spread], axis=-1)
+        q = -standardised(view.distance, jnp.where(nearest, across, task.distance))  # Eq. par
+        u = standardised(view.residual, task.residual)  # Eq. residual
+        rlc, pac = jnp.tanh(jnp.polyval(ratio, u)), jnp.tanh(q)  # Eq. llr, Eq. pac-correction
+        score = score + weight * scale * (beta * pac - alpha * rlc)
     return score, logits.argmax(axis=-1)
 
 
 class Terms(NamedTuple):
-    """A batch measured against all tasks; `fuse` combines it without the features."""
+    """A batch measured against all tasks; `fuse` combines the terms under any switches."""
 
     blocks: Blocks
     measured: list[list[Measured]]  # by block and view, on the device
-    tasks: list[Tasks]  # by view
-    ratios: list[Float[np.ndarray, " 3"]]
+    tasks: list[PackedTasks]  # by view
+    references: list[Foreign]  # by view
     settings: Settings
     classes: Sequence[Int[np.ndarray, " c"]]
 
@@ -283,26 +278,32 @@ class Terms(NamedTuple):
         """Returns the scores with the named components switched on: raw logits without any."""
         of = self.settings
         weights = adapted_view * of.adapted_view_weight, pretrained_view * of.pretrained_view_weight
-        on = weights[: len(self.tasks)], tsf, rlc * of.rlc_weight, pac * of.pac_weight, nearest
-        fused = [fuse(block, self.tasks, self.ratios, *on) for block in self.measured]
-        scores, rows = self.blocks.gather(fused)
+        switches = tsf, rlc * of.rlc_weight, pac * of.pac_weight, nearest
+        common = self.tasks, self.log_ratios, weights[: len(self.tasks)], switches
+        scores, rows = self.blocks.gather([fuse(block, *common) for block in self.measured])
         return Scores(scores[:, : len(self.classes)], rows[:, : len(self.classes)], self.classes)
+
+    @property
+    def log_ratios(self) -> list[Float[np.ndarray, " 3"]]:
+        """Returns log(p_F / p_O) / tau by view, see `log_ratio`."""
+        return [log_ratio(*reference) for reference in self.references]
 
     def column(self, name: str, view: int = 0) -> Float[np.ndarray, "n tasks ..."]:
         """Returns a field of `Measured` in one view."""
         column = self.blocks.gather([getattr(block[view], name) for block in self.measured])
         return column[:, : len(self.classes)]
 
-    def standardised(self, name: str, view: int) -> Float[np.ndarray, "n tasks"]:
-        """Returns u_t in one view for the name "residual", and -q_t for "distance"."""
-        own = jax.device_get(getattr(self.tasks[view], name))[: len(self.classes)]
-        return standardised(self.column(name, view), own)
+    def standardised(self, view: int) -> tuple[Float[np.ndarray, "n tasks"], ...]:
+        """Returns u_t and q_t in one view."""
+        own, count = jax.device_get(self.tasks[view]), len(self.classes)
+        q = -standardised(self.column("distance", view), own.distance[:count])
+        return standardised(self.column("residual", view), own.residual[:count]), q
 
     def by_class(self) -> Float[np.ndarray, "n classes"]:
         """Returns S_t - (largest filtered logit of t - the class's own); not in the paper."""
         logits = self.column("filtered")
-        rows = logits + (self.fuse().task_scores - logits.max(axis=-1))[..., None]
-        return np.hstack([rows[:, t, : len(own)] for t, own in enumerate(self.classes)])
+        scores = logits + (self.fuse().task_scores - logits.max(axis=-1))[..., None]
+        return np.hstack([scores[:, t, : len(own)] for t, own in enumerate(self.classes)])
 
 
 class FDC(Calibrator):
@@ -319,70 +320,72 @@ class FDC(Calibrator):
         super().__init__()
         self.settings = Settings(**settings)
         self.tasks: list[Task] = []
-        # F^v: of each view u_j of the second task and later ones; None once released.
+        # F^v by view: u_j of each task's features, one row for each earlier task j, from the second
+        # task on; None once released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
-        self.references: list[Foreign] = []  # of each view; none before `finalize`
+        self.references: list[Foreign] = []  # by view; empty before `finalize`
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
-        """See `Calibrator.fit_task` (lines 5 to 11)."""
+        """See `Calibrator.fit_task` (lines 5 to 11); `previous` is not used."""
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
         given = self._task(adapted, labels, head, pretrained, classes)
         self.settings.check_neighbours(given.task, given.counts)
         rows, blocks = given.rows, compiled.blocks_of(given.views)
-        own_means = [means(view, rows, len(given.classes)) for view in blocks]  # Line 6.
-        bases = pca(blocks, rows, [m for m, _ in own_means], self.settings.retained_energy)
-        views = [View(m, basis, p) for (m, p), basis in zip(own_means, bases, strict=True)]
-        alone = self._side_by_side([Task(views)], [given.counts], [given.head], alone=True)
-        own = blocks[0].gather(self._terms(blocks, alone).measured)
+        # Line 6, and line 9 within `pack`.
+        pairs = [mean_and_prototypes(view, rows, len(given.classes)) for view in blocks]
+        bases = pca(blocks, rows, [mean for mean, _ in pairs], self.settings.retained_energy)
+        views = [View(mean, basis, p) for (mean, p), basis in zip(pairs, bases, strict=True)]
+        # The task against itself; the moments in `alone` are placeholders, not used here.
+        gamma, heads = self.settings.attenuation, [given.head]
+        alone = pack([Task(views)], [given.counts], heads, gamma, pad=False)
+        own = blocks[0].gather(self._measured(blocks, alone, heads))
         for index, (view, measured) in enumerate(zip(views, own, strict=True)):
             residual, (mean, std) = moments(measured.residual), moments(measured.distance)
             views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
             if residual[1] <= SCALE_FLOOR and len(view.basis) < len(view.mean):
                 warn_of_equal_residuals(given, index)
         scales = [moments(z.max(axis=-1))[1] for z in (own[0].raw, own[0].filtered)]  # Line 10.
-        foreign = self.foreign or [[] for _ in blocks]
+        foreign = [list(of_view) for of_view in self.foreign or [[] for _ in blocks]]
         if self.tasks:  # Line 7.
-            earlier = self._side_by_side(self.tasks, self.counts)
-            terms = self._terms(blocks, [of._replace(prototypes=None) for of in earlier])
-            foreign = [
-                [*us, terms.standardised("residual", v).T.copy()] for v, us in enumerate(foreign)
-            ]
+            for index, block in enumerate(blocks):
+                earlier = [task.views[index] for task in self.tasks]
+                foreign[index].append(foreign_residuals(block, earlier))
         self.tasks, self.foreign, self.references = [*self.tasks, Task(views, *scales)], foreign, []
-        self._append(given, own[0].raw[:, 0].argmax(axis=1))
+        self._append(given, guessed=own[0].raw[:, 0].argmax(axis=1))
 
     def finalize(self, release: bool = False) -> None:
-        """Fits the foreign reference of RLC, and may discard what it is fitted on (line 13)."""
+        """Fits the foreign reference of RLC; `release` discards F^v, as line 13 does."""
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
         self.references = self.references or [fit_foreign(of) for of in self.foreign or []]
         self.foreign = None if release else self.foreign
 
     def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
-        """Returns the measurements that scores are made of (line 16); see `score`."""
+        """Returns a batch measured against all tasks (lines 14 to 16); see `score`."""
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
         needed = self.settings.pretrained_view_weight > 0.0
         given = inputs.score_views(adapted, pretrained, self.widths, needed)
-        return self._terms(compiled.blocks_of(given), self._tasks[: len(given)])
+        blocks, count = compiled.blocks_of(given), len(given)
+        measured = self._measured(blocks, self._packed[:count], self.heads)
+        references, settings = self.references[:count], self.settings
+        return Terms(blocks[0], measured, self._packed[:count], references, settings, self.classes)
 
     @cached_property
-    def _tasks(self) -> list[Tasks]:
-        return self._side_by_side(self.tasks, self.counts, self.heads)
+    def _packed(self) -> list[PackedTasks]:
+        # The base class drops it after each change of tasks or heads.
+        return pack(self.tasks, self.counts, self.heads, self.settings.attenuation)
 
-    def _terms(self, blocks: Sequence[Blocks], tasks: list[Tasks]) -> Terms:
-        how = self.settings.attenuation, self.settings.neighbours
+    def _measured(self, blocks: Sequence[Blocks], tasks: list[PackedTasks], heads: Any) -> Any:
+        """Returns measurements by block and view."""
+        settings, normalised = self.settings, heads[0].affine.normalised
+        how = settings.attenuation, settings.neighbours, normalised
 
         def of_block(*views: Array) -> list[Measured]:
             return [measure(view, of, *how) for view, of in zip(views, tasks, strict=True)]
 
-        measured = compiled.in_order(of_block, *blocks)
-        ratios = [log_ratio(mean, v) / tau for mean, v, tau in self.references[: len(blocks)]]
-        return Terms(blocks[0], measured, tasks, ratios, self.settings, self.classes)
-
-    def _side_by_side(self, tasks, counts, heads=None, alone=False) -> list[Tasks]:
-        how, views = (self.settings.attenuation, alone), range(len(tasks[0].views))
-        return [side_by_side(tasks, view, counts, None if view else heads, *how) for view in views]
+        return compiled.map_blocks(of_block, *blocks)
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 14 to 20)."""
@@ -403,10 +406,7 @@ class FDC(Calibrator):
 
     @property
     def storage_bytes(self) -> int:
-        """Returns the bytes of statistics in use as the paper counts them, without heads and F^v.
-
-        Of a view of weight 0 the bases that TSF needs count alone.
-        """
+        """Returns the bytes of statistics in use, as the paper counts them: no heads, no F^v."""
         settings, count = self.settings, self.num_tasks
         weights = settings.adapted_view_weight, settings.pretrained_view_weight
         rows = count + sum(int((of > 0).sum()) for of in self.counts)  # means and prototypes

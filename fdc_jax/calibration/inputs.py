@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdc_jax.calibration.compiled import energy, in_blocks
+from fdc_jax.calibration.compiled import in_blocks, squared_norm
 from fdc_jax.errors import InputError
 from fdc_jax.heads import KINDS
 
@@ -76,7 +76,7 @@ def _finite(array: Any) -> Bool[np.ndarray, " n"]:
 
 
 def _finite_on_device(_: None, block: Float[jax.Array, "n d"]) -> Bool[jax.Array, " n"]:
-    return jnp.isfinite(energy(block))
+    return jnp.isfinite(squared_norm(block))
 
 
 def check_real(array: np.ndarray, name: str) -> None:

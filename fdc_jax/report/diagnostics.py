@@ -43,9 +43,12 @@ def similarity(features: FeatureSet, calibrator: FDC) -> pd.DataFrame:
     matrices = {"error": 100.0 * confusion / np.maximum(images, 1)}
     of_tasks = [calibrator.terms(task.adapted, task.pretrained) for task in features.tasks]
     for index, view in enumerate(inputs.VIEWS[: len(calibrator.widths)]):
-        for kind, name in (("residual", "residual"), ("affinity", "distance")):
-            means = [of.standardised(name, index).mean(axis=0, dtype=float) for of in of_tasks]
-            fits = -np.array(means)
+        means = [
+            [values.mean(axis=0, dtype=float) for values in of.standardised(index)]
+            for of in of_tasks
+        ]
+        u, q = np.array(means).transpose(1, 0, 2)  # of the images of each task, by head
+        for kind, fits in (("residual", -u), ("affinity", q)):
             matrices[f"{view}_{kind}"] = fits - np.diag(fits)[:, None]
     first, second = np.nonzero(~np.eye(count, dtype=bool) & (images > 0))
     pairs = pd.MultiIndex.from_arrays([first, second], names=["true task", "other task"])
@@ -93,7 +96,7 @@ def residual_distributions(
     terms = calibrator.terms(features.test_adapted, features.test_pretrained)
     return {
         view: {
-            head: _densities(terms.standardised("residual", index)[:, task], features.test_tasks)
+            head: _densities(terms.standardised(index)[0][:, task], features.test_tasks)
             for head, task in (("first", 0), ("last", -1))
         }
         for index, view in enumerate(inputs.VIEWS[: len(terms.tasks)])

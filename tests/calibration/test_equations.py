@@ -9,7 +9,7 @@ from fdc_jax.calibration import compiled, fdc
 def mean_and_basis(features, share):
     """Returns m_t and U_t as a task is fitted."""
     rows, blocks = np.zeros(len(features), int), compiled.Blocks(features)
-    mean, _ = fdc.means(blocks, rows, 1)
+    mean, _ = fdc.mean_and_prototypes(blocks, rows, 1)
     return mean, fdc.pca([blocks], rows, [mean], share)[0]
 
 

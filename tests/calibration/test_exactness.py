@@ -65,9 +65,7 @@ def test_scores_equal_a_float64_reading_of_the_paper(case):
     terms, (scores, rows) = found.terms(*views), expected.score(*views, **how)
     error = streams.relative_error(terms.fuse().task_scores, scores)
     errors = [
-        np.abs(
-            terms.standardised("residual", view) - np.stack([task.u(of) for task in tasks], 1)
-        ).max()
+        np.abs(terms.standardised(view)[0] - np.stack([task.u(of) for task in tasks], 1)).max()
         for view, ((tasks, _), of) in enumerate(
             zip(expected.views, map(np.float64, views), strict=True)
         )

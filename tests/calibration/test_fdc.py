@@ -58,8 +58,8 @@ def test_statistics_and_scores_equal_the_reference(kind, offset):
     terms = found.terms(adapted, pretrained)
     for view, (mean, variance, tau) in enumerate(found.references):
         rlc, pac = expected.corrections(view, (adapted, pretrained)[view])
-        u, q = terms.standardised("residual", view), -terms.standardised("distance", view)
-        evidence = np.tanh(np.polyval(fdc.log_ratio(mean, variance), u) / tau)
+        u, q = terms.standardised(view)
+        evidence = np.tanh(np.polyval(fdc.log_ratio(mean, variance, tau), u))
         np.testing.assert_allclose(evidence, rlc, atol=3e-4)
         np.testing.assert_allclose(np.tanh(q), pac, atol=3e-4)
     assert_equal_scores(terms.fuse(), expected.score(adapted, pretrained))

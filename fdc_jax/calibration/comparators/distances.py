@@ -16,7 +16,7 @@ import numpy as np
 import scipy.linalg
 
 from fdc_jax.calibration.comparators.base import Comparator, class_means, within_classes
-from fdc_jax.calibration.compiled import energy, in_blocks
+from fdc_jax.calibration.compiled import in_blocks, squared_norm
 from fdc_jax.calibration.inputs import float32
 from fdc_jax.heads import products, unit
 
@@ -123,8 +123,8 @@ def _whitened(
     means, factor = fitted
     near, rows = products(features, factor.T), products(means, factor.T)
     if len(rows) == 1:
-        return energy(near - rows)[:, None]
-    squares = energy(near)[:, None] + energy(rows)
+        return squared_norm(near - rows)[:, None]
+    squares = squared_norm(near)[:, None] + squared_norm(rows)
     return jnp.maximum(squares - 2.0 * products(near, rows), 0.0)
 
 
