@@ -75,6 +75,7 @@ class Calibrator:
         counts: training samples of each of these classes.
         heads: the heads to predict with, None if none was given.
         widths: feature width of each view that was given, adapted first; empty before any task.
+        warned: whether a head that knows next to nothing of its task was named.
     """
 
     name: ClassVar[str]
@@ -87,6 +88,7 @@ class Calibrator:
         self.counts: list[Int[np.ndarray, " c"]] = []
         self.heads: list[Any] = []
         self.widths: list[int] = []
+        self.warned = False
 
     @property
     def num_tasks(self) -> int:
@@ -223,37 +225,38 @@ class Calibrator:
         self.heads = [*self.heads, given.head]
         self.widths = [view.shape[1] for view in given.views]
         self._forget()
-        if self.needs_heads:
-            warn_of_weak_head(given, guessed)
+        if self.needs_heads and not self.warned and (warning := weak_head(given, guessed)):
+            self.warned = True
+            _LOGGER.warning(warning)
 
 
-def warn_of_weak_head(given: inputs.TaskInput, guessed: Int[np.ndarray, " n"] | None) -> None:
-    """Warns if a head knows next to nothing: its rows or the samples stand in another order.
+def weak_head(given: inputs.TaskInput, guessed: Int[np.ndarray, " n"] | None) -> str:
+    """Returns a warning if a head knows next to nothing of its task, or "".
 
     A head of c classes knows next to nothing below an accuracy of 3 / c, three times chance; with
     fewer than five classes below (1 + 1 / c) / 2, half way from chance to certainty.
     """
     count, rows = len(given.classes), given.rows
-    if count == 1:
-        return
     if guessed is None:
         some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), SAMPLES)).astype(int))
         guessed = given.head.logits(inputs.float32(given.views[0][some])).argmax(axis=1)
         rows = rows[some]
     right = float(np.mean(guessed == rows))
-    if right < min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
-        _LOGGER.warning(
-            f"task {given.task} (from 0): its head is right about {100 * right:.1f}% of its own "
-            f"training samples (chance {100 / count:.1f}%). It was hardly trained; or its rows are "
-            "in another order than the labels, ascending or as classes names them; or features are "
-            "of a loader that shuffles, so that the labels are of other images"
-        )
+    if count == 1 or right >= min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
+        return ""
+    return (
+        f"task {given.task + 1} (from 1): its head is right about {100 * right:.1f}% of its own "
+        f"training samples (chance {100 / count:.1f}%). It was hardly trained; or its rows are in "
+        "another order than the labels, ascending or as classes names them; or features are of a "
+        "loader that shuffles, so that the labels are of other images. Heads of further tasks are "
+        "not named"
+    )
 
 
 def warn_of_equal_residuals(given: inputs.TaskInput, index: int) -> None:
     """Warns that u_t has no spread to be measured in, as with one or two samples."""
     _LOGGER.warning(
-        f"{inputs.VIEWS[index]} features of task {given.task}: residual ratios of its samples "
-        f"({len(given.labels)}) do not vary; RLC's foreign reference, which all tasks share, "
-        "will be dominated by it"
+        f"{inputs.VIEWS[index]} features of task {given.task + 1} (from 1): residual ratios of its "
+        f"samples ({len(given.labels)}) do not vary; RLC's foreign reference, which all tasks "
+        "share, will be dominated by it"
     )

@@ -22,6 +22,7 @@ out, and M is the matrix in brackets, without B_c, of the earlier classes after 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +41,12 @@ from fdc_jax.heads import products, unit
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
+_LOGGER = logging.getLogger("fdc_jax.calibration")
+
+WITHOUT = (
+    "class Gaussians without drift compensation, as features by the encoder before each task "
+    "(previous) were not given; the pretrained view has full weight"
+)
 # Directions kept of a class's own covariance.
 RANK = 8
 # Weight of the pretrained view with drift compensation, and the staleness that doubles it.
@@ -236,9 +243,12 @@ class Gaussians(Calibrator):
                 f"{name}: expected features by the encoder before each task from the second one on "
                 "(drift compensation), or of none"
             )
-        self.compensated = previous is not None
         if previous is None:
+            if self.compensated is None:
+                _LOGGER.warning(WITHOUT)
+            self.compensated = False
             return
+        self.compensated = True
         before = inputs.host_array(inputs.feature_array(previous, name, self.widths[0]), name)
         inputs.same_length(before, given.views[0], name)
         by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
@@ -283,14 +293,8 @@ class Gaussians(Calibrator):
     @property
     def note(self) -> str:
         """One line on drift compensation, from the second task on."""
-        if self.compensated is None:
-            return ""
-        return "class Gaussians " + (
-            "with drift compensation"
-            if self.compensated
-            else "without drift compensation, as features by the encoder before each task were not "
-            "given; the pretrained view has full weight"
-        )
+        notes = {None: "", True: "class Gaussians with drift compensation", False: WITHOUT}
+        return notes[self.compensated]
 
     @property
     def storage_bytes(self) -> int:

@@ -136,6 +136,8 @@ def _output(options: argparse.Namespace) -> Path | None:
         if written.resolve() == named_path("features", options.features).resolve():
             raise InputError(f"{flag}: {path} is the feature file itself")
         setattr(options, flag.strip("-"), written)
+    if options.output is not None and options.output == options.calibrator:
+        raise InputError(f"--calibrator: {options.calibrator} is the file of --output")
     return options.output
 
 

@@ -1,5 +1,6 @@
 """What calibrators take as features, labels, heads and settings, and one line for what is wrong."""
 
+import copy
 import logging
 
 import jax.numpy as jnp
@@ -266,12 +267,12 @@ def test_a_head_in_another_order_is_warned_of_once(caplog):
         fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]))
     ((logger, line),) = lines(caplog)
     assert logger == "fdc_jax.calibration"
-    assert line.startswith("task 1 (from 0): its head is right about 0.0% of its own")
+    assert line.startswith("task 2 (from 1): its head is right about 0.0% of its own")
     caplog.clear()
     # Of classes that are named, in their order; and where no head is read, none is judged.
     with caplog.at_level(logging.WARNING, "fdc_jax"):
         fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]), classes=[6, 5, 4, 3])
-        fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]), method="gaussians")
+        fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]), method="ncm")
     assert not lines(caplog)
 
 
@@ -280,7 +281,34 @@ def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog):
         fit(SECOND.adapted[[0] * 45], head=linear(np.zeros((4, 16)), np.array([1, 0, 0, 0])))
     said = [line for _, line in lines(caplog) if "do not vary" in line]
     (line,) = said
-    assert line.startswith("adapted features of task 1: residual ratios of its samples (45) do not")
+    assert line.startswith("adapted features of task 2 (from 1): residual ratios of its samples (")
+
+
+def test_of_many_heads_in_another_order_the_first_is_named(caplog):
+    stream, found = streams.stream(9, 4), calibration.FDC()
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        for task in stream:
+            streams.fit(found, [task._replace(weight=task.weight[::-1], bias=task.bias[::-1])])
+            found = copy.deepcopy(found)
+    ((_, line),) = lines(caplog)
+    assert line.startswith("task 1 (from 1): ") and "Heads of further tasks" in line
+
+
+def test_that_drift_compensation_is_off_is_said_once(caplog):
+    stream = streams.stream(9, 4)
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        streams.fitted(stream, previous=streams.previous_of(stream), method="gaussians")
+        assert not caplog.records
+        found = streams.fitted(stream, method="gaussians")
+    assert [line for _, line in lines(caplog)] == [found.note]
+
+
+@pytest.mark.parametrize("method", ["ridge", "ranpac"])
+def test_products_too_large_for_float32_are_one_line(method):
+    """Each feature has a finite length; sums over samples have not."""
+    huge = FIRST.adapted * np.sqrt(3e38 / np.square(FIRST.adapted).sum(axis=1).max())
+    with pytest.raises(InputError, match="too large for float32; scale the features"):
+        calibration.make(method, projections=20).fit_task(huge.astype(np.float32), FIRST.labels)
 
 
 def test_ordinary_tasks_are_not_warned_of(caplog):

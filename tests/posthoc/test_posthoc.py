@@ -181,6 +181,10 @@ def test_without_test_labels(tmp_path, arrays):
         ("source.npz --method=ranpac --projections=0", "--projections: expected at least 1"),
         ("bad.npz --output=x.npz", "adapted features: row 0"),
         # No file overwrites another.
+        (
+            "source.npz --output=o.npz --calibrator=o.npz",
+            "--calibrator: o.npz is the file of --out",
+        ),
         ("source.npz --output=source.npz", "is the feature file itself"),
     ],
 )
@@ -208,7 +212,7 @@ def test_heads_that_know_nothing_are_named_once(tmp_path, arrays):
     np.savez(path, **arrays | {"head_weight_1": np.roll(arrays["head_weight_1"], 1, 0)})
     # Raw reads the heads, too.
     (line,) = run(path)[2].splitlines()
-    assert line.startswith("fdc_jax.posthoc: WARNING: task 1 (from 0): its head is right about ")
+    assert line.startswith("fdc_jax.posthoc: WARNING: task 2 (from 1): its head is right about ")
     assert run(path, "--quiet")[2] == ""
 
 

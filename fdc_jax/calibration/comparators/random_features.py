@@ -19,6 +19,7 @@ import scipy.linalg
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
 from fdc_jax.calibration.compiled import in_blocks
 from fdc_jax.calibration.inputs import BLOCK_ROWS
+from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
 
 if TYPE_CHECKING:
@@ -228,6 +229,8 @@ def _sums(hidden: np.ndarray, onehot: np.ndarray) -> Float[np.ndarray, "m c"]:
     for start in range(0, len(hidden), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
         total += np.asarray(_products(hidden[rows].T, onehot[rows].T))
+    if not np.isfinite(total).all():
+        raise InputError("features: their products are too large for float32; scale the features")
     return total
 
 
