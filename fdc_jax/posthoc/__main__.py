@@ -1,21 +1,32 @@
-"""The command `fdc posthoc`: calibrates the heads of a feature file and reports the gain."""
+"""The command `fdc posthoc`: calibrates the heads of feature files and reports the gain."""
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from fdc_jax import calibration
-from fdc_jax.calibration import METHODS
+from fdc_jax.calibration import FDC, METHODS
+from fdc_jax.calibration.gaussians import WITHOUT
 from fdc_jax.errors import InputError, Program, counted, did_you_mean
 from fdc_jax.features import feature_files
 from fdc_jax.machine import devices
-from fdc_jax.machine.files import check_writable_file, named_path, user_cache, write_json, write_npz
+from fdc_jax.machine.files import (
+    check_writable_file,
+    check_writable_folder,
+    named_path,
+    user_cache,
+    write_json,
+    write_npz,
+)
 from fdc_jax.posthoc import methods
+from fdc_jax.posthoc.methods import Outcome
 
 # Settings of all methods with their defaults. RanPAC and AnaCP take minutes with their own number
 # of projections.
@@ -23,9 +34,6 @@ _SETTINGS: dict[str, Any] = {
     **{field.name: field.default for field in dataclasses.fields(calibration.Settings)},
     "projections": 2000,
 }
-_CHOICES = ("all", *METHODS)
-# Raw reads no statistics, and class Gaussians compensate for drift themselves.
-_NEVER_MOVED = ("raw", "gaussians")
 # Features of the digits run, which docs/features.md describes.
 _EXAMPLE = Path(feature_files.__file__).parents[1] / "assets" / "example_features.npz"
 
@@ -39,14 +47,20 @@ def _program() -> Program:
     )
     add = program.add_argument
     text = "an .npz, a folder of .npy files such as WORKDIR/features, or the word example for the "
-    add("features", help=f"{text}features that come with the package")
-    add("--output", help="predictions (.npz); the report gets the suffix .json")
-    text = f"one of {', '.join(_CHOICES)} (default fdc)"
-    add("--method", metavar="NAME", default="fdc", help=text)
+    text += "features that come with the package; several are seeds of one experiment"
+    add("features", nargs="+", help=text)
+    text = "a folder for a report with tables and figures; or, of one file, an .npz for the "
+    add("--output", help=text + "predictions, whose report gets the suffix .json")
+    text = f"some of {', '.join(METHODS)}, or all (default {FDC.name})"
+    add("--method", metavar="NAME[,NAME]", default=FDC.name, help=text)
+    add("--components", action="store_true", help="also print FDC with some components alone")
     others = {"projections": "ranpac and anacp: random features; the papers use 10000 and 5000"}
     for name, default in _SETTINGS.items():
-        text = others.get(name, f"FDC, as config.fdc.{name}")
-        add(f"--{name}", type=type(default), help=f"{text} (default {default})")
+        text = others.get(
+            name, f"FDC, as config.fdc.{name}; several values, as in 1,2, are a sweep"
+        )
+        values = partial(_values, type(default))
+        add(f"--{name}", type=values, metavar="VALUE", help=f"{text} (default {default})")
     text = (
         "move the adapted training features along with the encoder, for methods without drift "
         "compensation of their own (needs train_previous_t)"
@@ -57,6 +71,11 @@ def _program() -> Program:
     return program
 
 
+def _values(kind: type, text: str) -> list[Any]:
+    """Returns the numbers of a flag, separated by commas."""
+    return [kind(word) for word in text.split(",")]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, `sys.argv` when None; returns 0, or 2 after an error of one line."""
     return _program().run(_run, arguments)
@@ -64,41 +83,116 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     """Runs the parsed command."""
-    if options.method not in _CHOICES:
-        raise InputError(did_you_mean("--method", options.method, _CHOICES))
-    settings, output = _settings(options), _output(options)
-    devices.keep_programs(user_cache())
-    is_example = options.features == "example" and not Path("example").exists()
-    features = feature_files.load(_EXAMPLE if is_example else options.features)
-    compared = options.method == "all"
-    if features.test_labels is None and (compared or (output or options.calibrator) is None):
-        raise InputError(
-            f"{options.features}: no test_labels, so expected --output=PATH.npz and one method"
-        )
-    moved = features
-    if options.moved and options.method not in _NEVER_MOVED:
-        moved = methods.moved(features)
-    raw = methods.run("raw", features, {})
-    names = METHODS if compared else dict.fromkeys(("raw", options.method))
-    reports: list[dict[str, Any]] = []
+    names = [*METHODS] if options.method == "all" else options.method.split(",")
     for name in names:
-        is_moved = options.moved and name not in _NEVER_MOVED
+        if name not in METHODS:
+            raise InputError(did_you_mean("--method", name, ("all", *METHODS)))
+    settings, sweep = _settings(options, names)
+    files = [Path(file) for file in options.features]
+    files = [_EXAMPLE if str(f) == "example" and not f.exists() else f for f in files]
+    folder = options.output is not None and Path(options.output).suffix != ".npz"
+    devices.keep_programs(user_cache())
+    if len(files) > 1 or folder or sweep or options.components:
+        if options.calibrator is not None or not (folder or options.output is None):
+            flag = "--output=PATH.npz" if options.calibrator is None else "--calibrator"
+            raise InputError(
+                f"{flag}: expected one file of features, without a sweep or components"
+            )
+        _report(options, files, names, settings, sweep)
+    else:
+        _of_one_file(options, files[0], names, settings)
+
+
+def _settings(
+    options: argparse.Namespace, names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Returns all settings by name, and those with several values; InputError for bad ones."""
+    given = {name: value for name in _SETTINGS if (value := getattr(options, name)) is not None}
+    sweep = {name: values for name, values in given.items() if len(values) > 1}
+    if "projections" in sweep:
+        raise InputError("--projections: expected one value")
+    for name, values in given.items():
+        if not any(name in METHODS[method].settings for method in names):
+            raise InputError(f"--{name}: is no setting of {options.method}")
+        for value in values:
+            if name == "projections" and value < 1:
+                raise InputError(f"--projections: expected at least 1, found {value}")
+            try:
+                calibration.make(FDC.name, **{name: value})
+            except InputError as error:
+                raise InputError(f"--{error}") from error
+    return _SETTINGS | {name: of for name, (of, *more) in given.items() if not more}, sweep
+
+
+def _outcomes(
+    options: argparse.Namespace, file: Path, names: Sequence[str], settings: Mapping[str, Any]
+) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
+    """Returns the features of a file, the results of methods, and why others do not apply."""
+    features = feature_files.load(file)
+    moved = methods.moved(features) if options.moved else features
+    outcomes, refused = {"raw": methods.run("raw", features, {})}, {}
+    for name in names:
         try:
-            given = moved if is_moved else features
-            outcome = raw if name == "raw" else methods.run(name, given, settings)
+            if name != "raw":
+                own = features if METHODS[name].make.reads_previous else moved
+                outcomes[name] = methods.run(name, own, settings)
         except InputError as error:
-            if not compared:
+            if len(names) == 1:
                 raise
-            reports.append({"method": name, "not_applicable": str(error)})
+            refused[name] = str(error)
+    return features, outcomes, refused
+
+
+def _report(
+    options: argparse.Namespace,
+    files: Sequence[Path],
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    sweep: Mapping[str, list[Any]],
+) -> None:
+    """Writes the report of files as seeds, and prints its tables."""
+    from fdc_jax import report
+    from fdc_jax.posthoc import seeds  # which imports the rooms of runs and of reports
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) if options.output is None else named_path("--output", options.output)
+        check_writable_folder("--output", folder)
+        folders = [folder / f"seed_{seed}" for seed in range(1, len(files) + 1)]
+        for seed, file in enumerate(files, 1):
+            features, outcomes, refused = _outcomes(options, file, names, settings)
+            for name, reason in refused.items():
+                print(f"{file}: {name}: not applicable: {reason}", file=sys.stderr)
+            run = folders[seed - 1], files[0].stem, seed
+            seeds.write_run(*run, file, features, outcomes)
+        if not options.quiet:
+            tables = [*["ablation"] * options.components, *["sweeps"] * bool(sweep)]
+            seeds.show(folders, sweep, tables)
+        if options.output is not None:
+            report.write(folders, folder, sweep=sweep, quiet=options.quiet)
+
+
+def _of_one_file(
+    options: argparse.Namespace, file: Path, names: Sequence[str], settings: Mapping[str, Any]
+) -> None:
+    """Prints the table of one file, and writes predictions and the calibrator."""
+    output, compared = _output(options, file, names), len(names) > 1
+    features, outcomes, refused = _outcomes(options, file, names, settings)
+    if features.test_labels is None and (compared or (output or options.calibrator) is None):
+        raise InputError(f"{file}: no test_labels, so expected --output=PATH.npz and one method")
+    raw, reports = outcomes["raw"].scores, []
+    for name in dict.fromkeys(("raw", *names)):
+        if name in refused:
+            reports.append({"method": name, "not_applicable": refused[name]})
             continue
-        reports.append(methods.report(features, settings, raw.scores, outcome))
-        reports[-1]["moved"] = is_moved
-        # If all methods are compared, the predictions written are FDC's.
-        if output is not None and name == ("fdc" if compared else options.method):
-            _write_predictions(output, outcome.scores, raw.scores)
-        if options.calibrator is not None and name == options.method:
-            outcome.calibrator.save(options.calibrator)
+        reports.append(methods.report(features, settings, raw, outcomes[name]))
+        reads_previous = METHODS[name].make.reads_previous
+        reports[-1]["moved"] = options.moved and name != "raw" and not reads_previous
+    if options.calibrator is not None:
+        outcomes[names[0]].calibrator.save(options.calibrator)
     if output is not None:
+        # If several methods are compared, the predictions written are FDC's, or the first one's.
+        chosen = FDC.name if FDC.name in names else names[0]
+        _write_predictions(output, outcomes[chosen].scores, raw)
         write_json(output.with_suffix(".json"), {"methods": reports} if compared else reports[-1])
     if not options.quiet:
         print("\n".join(_lines(reports)))
@@ -106,34 +200,18 @@ def _run(options: argparse.Namespace) -> None:
             print(f"wrote {output} and {output.with_suffix('.json')}")
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns all settings by name; raises InputError if the method has no such setting."""
-    given = {name: value for name in _SETTINGS if (value := getattr(options, name)) is not None}
-    for name in given:
-        if options.method != "all" and name not in METHODS[options.method].settings:
-            raise InputError(f"--{name}: is no setting of {options.method}")
-    settings = _SETTINGS | given
-    if settings["projections"] < 1:
-        raise InputError(f"--projections: expected at least 1, found {settings['projections']}")
-    try:
-        calibration.make("fdc", **settings)
-    except InputError as error:
-        raise InputError(f"--{error}") from error
-    return settings
-
-
-def _output(options: argparse.Namespace) -> Path | None:
+def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Path | None:
     """Returns the path of the predictions; raises InputError if a file cannot be written.
 
-    Neither the predictions nor the calibrator may overwrite the features.
+    Neither the predictions nor the calibrator may overwrite the features, or each other.
     """
-    if options.calibrator is not None and options.method == "all":
+    if options.calibrator is not None and len(names) > 1:
         raise InputError("--calibrator: expected together with one --method")
     for flag, path in (("--output", options.output), ("--calibrator", options.calibrator)):
         if path is None:
             continue
         written = check_writable_file(flag, path, ".npz")
-        if written.resolve() == named_path("features", options.features).resolve():
+        if written.resolve() == named_path("features", file).resolve():
             raise InputError(f"{flag}: {path} is the feature file itself")
         setattr(options, flag.strip("-"), written)
     if options.output is not None and options.output == options.calibrator:
@@ -164,7 +242,8 @@ def _lines(reports: list[dict[str, Any]]) -> list[str]:
             gains = ("", "") if name == "raw" else (f"{gain['mean']:+.2f}", interval)
             texts = (f"{accuracies['accuracy']:.2f}", *gains)
             rows.append((name, *texts, *(f"{number:.2f}" for number in numbers)))
-        notes += [report["note"]] * bool(report["note"])
+        if report["note"] != WITHOUT:  # which was a warning
+            notes += [report["note"]] * bool(report["note"])
     nouns = {"num_tasks": "task", "num_classes": "class", "num_test_samples": "test sample"}
     sizes = ", ".join(counted(reports[0][field], noun) for field, noun in nouns.items())
     if not rows:
