@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,12 +29,14 @@ from fdc_jax.machine.files import (
 from fdc_jax.posthoc import methods
 from fdc_jax.posthoc.methods import Outcome
 
+_LOGGER = logging.getLogger("fdc_jax.posthoc")
 # Settings of all methods with their defaults. RanPAC and AnaCP take minutes with their own number
 # of projections.
 _SETTINGS: dict[str, Any] = {
     **{field.name: field.default for field in dataclasses.fields(calibration.Settings)},
     "projections": 2000,
 }
+_SWEPT = ("attenuation", "retained_energy", "neighbours")
 # Features of the digits run, which docs/features.md describes.
 _EXAMPLE = Path(feature_files.__file__).parents[1] / "assets" / "example_features.npz"
 
@@ -90,7 +93,7 @@ def _run(options: argparse.Namespace) -> None:
     settings, sweep = _settings(options, names)
     files = [Path(file) for file in options.features]
     files = [_EXAMPLE if str(f) == "example" and not f.exists() else f for f in files]
-    folder = options.output is not None and Path(options.output).suffix != ".npz"
+    folder = options.output is not None and not Path(options.output).suffix
     devices.keep_programs(user_cache())
     if len(files) > 1 or folder or sweep or options.components:
         if options.calibrator is not None or not (folder or options.output is None):
@@ -109,8 +112,8 @@ def _settings(
     """Returns all settings by name, and those with several values; InputError for bad ones."""
     given = {name: value for name in _SETTINGS if (value := getattr(options, name)) is not None}
     sweep = {name: values for name, values in given.items() if len(values) > 1}
-    if "projections" in sweep:
-        raise InputError("--projections: expected one value")
+    if unknown := sweep.keys() - _SWEPT:
+        raise InputError(f"--{min(unknown)}: expected one value; swept are {', '.join(_SWEPT)}")
     for name, values in given.items():
         if not any(name in METHODS[method].settings for method in names):
             raise InputError(f"--{name}: is no setting of {options.method}")
@@ -134,7 +137,7 @@ def _outcomes(
     for name in names:
         try:
             if name != "raw":
-                own = features if METHODS[name].make.reads_previous else moved
+                own = features if calibration.make(name).reads_previous else moved
                 outcomes[name] = methods.run(name, own, settings)
         except InputError as error:
             if len(names) == 1:
@@ -161,7 +164,7 @@ def _report(
         for seed, file in enumerate(files, 1):
             features, outcomes, refused = _outcomes(options, file, names, settings)
             for name, reason in refused.items():
-                print(f"{file}: {name}: not applicable: {reason}", file=sys.stderr)
+                _LOGGER.warning(f"{file}: {name}: not applicable: {reason}")
             run = folders[seed - 1], files[0].stem, seed
             seeds.write_run(*run, file, features, outcomes)
         if not options.quiet:
@@ -185,7 +188,7 @@ def _of_one_file(
             reports.append({"method": name, "not_applicable": refused[name]})
             continue
         reports.append(methods.report(features, settings, raw, outcomes[name]))
-        reads_previous = METHODS[name].make.reads_previous
+        reads_previous = calibration.make(name).reads_previous
         reports[-1]["moved"] = options.moved and name != "raw" and not reads_previous
     if options.calibrator is not None:
         outcomes[names[0]].calibrator.save(options.calibrator)

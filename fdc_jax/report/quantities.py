@@ -6,6 +6,7 @@ the one that the paper selects for the learner (`selected`). Names with a prefix
 
     gain:NAME      the same minus `raw`, in points
     routing:NAME   share of test images that get the right task, in percent
+    given:NAME     accuracy with the task given, in percent
     aia:NAME       average incremental accuracy
     storage:NAME   bytes
 
@@ -41,9 +42,9 @@ COSTS = (
     "storage_mib",
 )
 _KNOWN = frozenset((*_NAMES, *COSTS, "corrected"))
-_KNOWN |= {f"{kind}:{name}" for kind in ("gain", *_SECTIONS) for name in _NAMES}
+_KNOWN |= {f"{kind}:{name}" for kind in ("gain", "given", *_SECTIONS) for name in _NAMES}
 # Kinds of quantities between 0 and 100.
-_PERCENT = ("accuracy", "routing", "aia", "corrected", *SWEPT)
+_PERCENT = ("accuracy", "routing", "given", "aia", "corrected", *SWEPT)
 
 
 def is_known(name: str) -> bool:
@@ -92,6 +93,8 @@ def measured(
         numbers |= means.add_prefix("aia:").to_dict()
     for kind, section in _SECTIONS.items():
         numbers |= {f"{kind}:{name}": of for name, of in (results.get(section) or {}).items()}
+    parts = (results.get("decomposition") or {}).items()
+    numbers |= {f"given:{name}": of.get("oracle_accuracy") for name, of in parts}
     numbers |= _costs(results) | _inference(latency or {})
     return {name: float(value) for name, value in numbers.items() if value is not None}
 

@@ -177,6 +177,7 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
                 "gain": formatting.mean(gain, signed=True),
                 "interval of the gain": formatting.interval(gain),
                 "right task": formatting.mean(records.get("routing:", {})),
+                "task given": formatting.mean(records.get("given:", {})),
                 "average over tasks": formatting.mean(records.get("aia:", {})),
                 "storage, MiB": formatting.mean(evaluation.student(storage)._asdict()),
             }
@@ -185,7 +186,7 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
     return made._replace(frame=one)
 
 
-_KINDS = ("", "gain:", "routing:", "aia:", "storage:")
+_KINDS = ("", "gain:", "routing:", "given:", "aia:", "storage:")
 
 
 def _record(group: Group, quantity: str, find: Find = paper.find) -> Row:

@@ -178,6 +178,16 @@ def test_without_test_labels(tmp_path, arrays):
         ("source.npz --output=x.json", "ends in .npz"),
         ("cut.npz", "not a readable .npz file: it is damaged, or ends early"),
         ("source.npz --method=all --calibrator=e.npz", "--calibrator: expected together"),
+        ("source.npz --rlc_weight=1,2", "--rlc_weight: expected one value; swept are attenuation"),
+        ("source.npz --attenuation=0.3,x", "--attenuation: invalid"),
+        (
+            "source.npz source.npz --output=o.npz",
+            "--output=PATH.npz: expected one file of features",
+        ),
+        (
+            "source.npz --components --calibrator=o.npz",
+            "--calibrator: expected one file of features",
+        ),
         ("source.npz --method=ranpac --projections=0", "--projections: expected at least 1"),
         ("bad.npz --output=x.npz", "adapted features: row 0"),
         # No file overwrites another.
@@ -292,6 +302,52 @@ for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
     assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
 
 
+# Several files ------------------------------------------------------------------------------------
+
+
+def test_files_are_seeds_of_one_report(source, arrays, tmp_path):
+    rng, other = np.random.default_rng(0), tmp_path / "other"
+    other.mkdir()
+    for name, array in arrays.items():
+        noise = rng.normal(size=array.shape) if "adapted" in name else 0
+        np.save(other / f"{name}.npy", array + noise if "adapted" in name else array)
+    output, methods = tmp_path / "report", "--method=fdc,gaussians"
+    arguments = [source, other, methods, "--components", "--attenuation=0.3,0.5"]
+    code, out, error = run(*arguments, f"--output={output}")
+    assert code == 0 and "Traceback" not in error
+    accuracies = []
+    for seed, path in enumerate((source, other), 1):
+        features, calibrator = feature_files.load(path), calibration.make("gaussians")
+        scores = features.fit(calibrator).score(features.test_adapted, features.test_pretrained)
+        right, tasks = scores.label == features.test_labels, features.test_tasks
+        given = scores.label_in_task(tasks) == features.test_labels
+        results = json.loads((output / f"seed_{seed}" / "results.json").read_text())
+        assert results["accuracy"]["gaussians"] == pytest.approx(100 * np.mean(right))
+        accuracies.append([100 * np.mean(it) for it in (right, scores.task == tasks, given)])
+    means, deviations = np.mean(accuracies, axis=0), np.std(accuracies, axis=0, ddof=1)
+    (row,) = (line for line in out.splitlines() if line.startswith("Class Gaussians  "))
+    for mean, deviation in zip(means, deviations, strict=True):
+        assert f"{mean:.2f} ± {deviation:.2f}" in row
+    assert "TSF + Dual PAC" in out and "attenuation γ = 0.3" in out
+    for name in ("calibrators", "ablation", "sweeps"):
+        assert {(output / "tables" / f"{name}.{end}").exists() for end in ("csv", "tex")} == {True}
+    assert "Class Gaussians" in (output / "report.html").read_text(encoding="utf-8")
+    # Again, and without a file, the same table.
+    assert run(*arguments[:2], methods, f"--output={output}", "--quiet") == (0, "", "")
+    assert row in run(*arguments)[1]
+    assert {path.name for path in other.iterdir()} == {f"{name}.npy" for name in arrays}
+
+
+def test_no_run_is_overwritten(source, tmp_path):
+    for content in ({}, {"learner.name": "slca"}):
+        (tmp_path / "seed_1").mkdir(exist_ok=True)
+        (tmp_path / "seed_1" / "config.json").write_text(json.dumps(content))
+        assert "seed_1 is there, and not of an earlier fdc posthoc" in fails(
+            source, f"--output={tmp_path}"
+        )
+        assert [path.name for path in tmp_path.rglob("*.*")] == ["config.json"]
+
+
 # Drift compensation -------------------------------------------------------------------------------
 
 
@@ -321,4 +377,5 @@ def test_what_moving_lacks_is_named(tmp_path, arrays):
     path = tmp_path / "without.npz"
     np.savez(path, **{name: a for name, a in arrays.items() if "previous" not in name})
     assert "train_previous_1" in fails(path, "--method=ncm", "--moved")
-    assert "without drift compensation" in run(path, "--method=gaussians")[1]
+    code, out, error = run(path, "--method=gaussians")
+    assert (code, (out + error).count("without drift compensation")) == (0, 1)
