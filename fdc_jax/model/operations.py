@@ -1,4 +1,4 @@
-"""The operations of the encoder (`vit`) in fast forms, measured in docs/performance.md.
+"""The operations of the encoder (`vit`) in fast forms, measured in docs/studies/training_step.md.
 
 Every function returns the value of its plain formula up to rounding. The forms differ in the
 residuals of the gradient, in the dtype of sums, and in the number of images taken together.
