@@ -2,7 +2,7 @@
 
 The libraries built the models by their own classes and saved weights, in half precision, and
 configurations; features are in double precision, also with an increment added to the key and value
-projections. They were made by `tests/model/make_encoders.py` as it stands at commit 8a6b45a.
+projections. CONTRIBUTING.md has the steps for a further family.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Loader and encoder against the features that PyTorch and timm give.
 
-Of the small checkpoint, `tests/model/py` made them as it stands at commit 8a6b45a: timm
-read it by its own loader, encoded noise in both input ranges, at two sides, and saved its own form.
+timm read the small checkpoint by its own loader, encoded noise in both input ranges, at two sides,
+and saved the checkpoint in its own layout.
 """
 
 from pathlib import Path
