@@ -200,23 +200,25 @@ class RSIAT(Learner):
         setup, transformation = self.setup, optax.scale_by_adam()
         paper, schedule_of_rates = training.paper_rates(setup), training.SCHEDULES[setup.schedule]
         later = {"adapter": paper["increment"], "head": paper["head"], "projector": PROJECTOR_RATE}
-        first = later
+        first, decays = later, dict.fromkeys(later, 0.0)
         if setup.native:
-            schedule_of_rates = training.cosine
+            schedule_of_rates, transformation = training.cosine, training.sgd()
             rate, decay, projector_rate, projector_decay = self.native_rates()
             first = dict.fromkeys((*later, "earlier_heads"), NATIVE_FIRST_RATE)
             later = dict.fromkeys(first, rate) | {"projector": projector_rate}
             decays = dict.fromkeys(first, decay) | {"projector": projector_decay}
-            by_decay: Any = {decay: training.sgd(decay) for decay in decays.values()}
-            transformation = optax.partition(by_decay, decays)
 
         def step(backbone, frozen, trained, progress, batch, rate):
             factor, warm_up = rate
             key = jax.random.fold_in(jax.random.wrap_key_data(frozen["dropout"]), progress.steps)
             loss = jax.value_and_grad(partial(self.loss, backbone, frozen))
             value, gradients = loss(trained, batch, warm_up, key)
+            decayed = {
+                part: jax.tree.map(lambda g, x, d=decays[part]: g + d * x, gradients[part], leaves)
+                for part, leaves in trained.items()
+            }
             directions: Any
-            directions, inner = transformation.update(gradients, progress.optimizer, trained)
+            directions, inner = transformation.update(decayed, progress.optimizer, trained)
             rates = {part: jnp.where(frozen["later"], later[part], first[part]) for part in trained}
             trained = training.descend(trained, directions, rates, factor)
             return trained, training.Progress(progress.steps + 1, inner), value

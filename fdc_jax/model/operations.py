@@ -109,19 +109,7 @@ def _over_tokens(left, right, dtype, precision):
     )
 
 
-@jax.custom_vjp
-def _plus_bias(x, bias):
-    """Returns x + b in the dtype of x; the gradient of b is summed in its own dtype."""
-    return x + bias.reshape((1,) * (x.ndim - 1) + (-1,)).astype(x.dtype)
-
-
-def _bias_backward(bias, gradient):
-    return gradient, gradient.sum(axis=tuple(range(gradient.ndim - 1)), dtype=bias.dtype)
-
-
-_plus_bias.defvjp(lambda x, bias: (_plus_bias(x, bias), bias[:0]), _bias_backward)
-
-
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def dense(
     x: Float[Array, "*n d"],
     weight: Float[Array, "d e"],
@@ -129,7 +117,22 @@ def dense(
     precision: jax.lax.Precision,
 ) -> Float[Array, "*n e"]:
     """Returns x W + b in the dtype of x; gradients of W and b are summed in their own dtype."""
-    return _plus_bias(product_with_updates(x, weight, (), precision), bias)
+    row = bias.reshape((1,) * (x.ndim - 1) + (-1,)).astype(x.dtype)
+    return jnp.matmul(x, weight.astype(x.dtype), precision=precision) + row
+
+
+def _dense_forward(x, weight, bias, precision):
+    return dense(x, weight, bias, precision), (x, weight, bias[:0])
+
+
+def _dense_backward(precision, residuals, gradient):
+    x, weight, bias = residuals
+    of_weight = _over_tokens(x, gradient, weight.dtype, precision)
+    of_x = jnp.matmul(gradient, weight.astype(x.dtype).T, precision=precision)
+    return of_x, of_weight, gradient.sum(axis=tuple(range(x.ndim - 1)), dtype=bias.dtype)
+
+
+dense.defvjp(_dense_forward, _dense_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
