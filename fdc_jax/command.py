@@ -155,8 +155,11 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
         console.show(group)
     if config.report:
         try:
-            host, target = configuration.of_host(config), Path(workdir) / "report"
-            page = report.write([workdir], target, sweep={}, host=host, quiet=True)
+            hosts, target = (
+                {config.benchmark: configuration.of_host(config)},
+                Path(workdir) / "report",
+            )
+            page = report.write([workdir], target, sweep={}, hosts=hosts, quiet=True)
             lines.append(f"report: {page}")
         except InputError as error:  # the results stand without it
             logging.getLogger(__name__).warning("no report was written: %s", error)

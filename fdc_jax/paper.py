@@ -81,6 +81,13 @@ class Run(NamedTuple):
         return shlex.join(["python", "-m", "fdc_jax", "run", *self.words])
 
     @property
+    def host(self) -> dict[str, Any]:
+        """The fields of its configuration that say something about this machine."""
+        given = dict(word.removeprefix("--config.").split("=", 1) for word in self.words)
+        known = configuration.of_host(self.config)
+        return known | {name: given[name] for name in ("data.source", "data.dir") if name in given}
+
+    @property
     def results(self) -> dict[str, Any]:
         """Results of the finished run, or an empty dictionary."""
         results = RunPaths(self.folder).read_results() or {"num_tasks": 0}
@@ -416,10 +423,42 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
         page = Path(options.workdir, "report", "report.html")
         with locked(Path(options.workdir, _WORKER), wait=True):
             if not page.exists() or page.stat().st_mtime < max(it.stat().st_mtime for it in done):
-                report.write([options.workdir], page.parent, quiet=options.quiet)
+                measure_latency(usable, options.quiet, stop)
+                hosts = {run.benchmark: run.host for run in usable}
+                report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
         if not options.quiet:
+            for table in ("benchmark", "selection"):
+                if (path := page.parent / "tables" / f"{table}.txt").exists():
+                    print(f"\n{path.read_text(encoding='utf-8')}")
             print(f"report: {page}")
     return outcomes[failed[0].folder][0] if failed else 0
+
+
+def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None:
+    """Measures the inference of the first run of each benchmark, each in a process of its own."""
+    for run in {run.benchmark: run for run in reversed(runs) if run.results}.values():
+        if RunPaths(run.folder).read_latency():
+            continue
+        _say(f"{', '.join(run.titles)}: measures the latency of inference", quiet)
+        given = run.folder, dict(run.host)
+        process = multiprocessing.get_context("spawn").Process(target=_timed, args=given)
+        process.start()
+        try:
+            while process.is_alive():
+                stop.poll()
+                process.join(0.5)
+        finally:
+            process.terminate()
+            process.join()
+
+
+def _timed(folder: Path, host: Mapping[str, Any]) -> None:
+    from fdc_jax import latency, open_run  # which import JAX
+
+    try:
+        latency.measure_run(open_run(folder, host=host))
+    except InputError as error:
+        _say(f"latency is unknown: {error}")
 
 
 def _say(text: str, quiet: bool = False) -> None:

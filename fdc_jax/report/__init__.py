@@ -21,7 +21,7 @@ def write(
     sweep: Mapping[str, Sequence[float]] | None = None,
     references: Sequence[str] = (),
     data: str | None = None,
-    host: Mapping[str, Any] | None = None,
+    hosts: Mapping[str, Mapping[str, Any]] | None = None,
     quiet: bool = False,
 ) -> Path:
     """Writes `report.html`, `tables/` and `figures/` of some run folders; returns the page's path.
@@ -34,7 +34,7 @@ def write(
         sweep: values of settings of FDC by name, see `runs.analyse`.
         references: CSV files, see `reference`; of one name the last counts.
         data: folder of the images of the runs, for pictures, see `fdc_jax.open_run`.
-        host: the same of a run's own configuration, see there.
+        hosts: by benchmark, the `host` of `fdc_jax.open_run`.
         quiet: print nothing.
 
     Raises:
@@ -54,7 +54,7 @@ def write(
     check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
     compared = {Path(path).stem: (path, reference.read(path)) for path in references}
-    groups, skipped = runs.load(paths, data, host)
+    groups, skipped = runs.load(paths, data, hosts or {})
     for path, reason in skipped.items():
         say(f"skipped {path}: {reason}")
     if not groups:

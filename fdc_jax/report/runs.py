@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -144,13 +145,13 @@ class Group:
 def load(
     paths: Iterable[str | os.PathLike[str]],
     data: str | None = None,
-    host: Mapping[str, Any] | None = None,
+    hosts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[list[Group], dict[Path, str]]:
     """Opens run folders; a folder stands for all run folders at any depth in it.
 
     Folders that cannot be used are named with the reason and do not stop the others. Of two runs
-    with the same benchmark, learner, seed and settings the first counts. Further arguments are
-    those of `fdc_jax.open_run`.
+    with the same benchmark, learner, seed and settings the first counts. `data` is that of
+    `fdc_jax.open_run`, and `hosts` has its `host` by benchmark.
 
     Returns:
         Groups, in the paper's order and of its protocol first; and unusable folders with reasons.
@@ -161,7 +162,9 @@ def load(
     folders = [folder for path in named for folder in _runs_in(path) or [path]]
     for folder in {os.path.realpath(folder): folder for folder in folders}.values():
         try:
-            run: Any = open_run(folder, data, host=host)
+            run: Any = open_run(folder, data)
+            if host := hosts.get(run.config["benchmark"]):
+                run = open_run(folder, data, host=host)
             if run.results is None:
                 done = counted(len(list(folder.glob("tasks/task_*.json"))), "task")
                 raise InputError(f"unfinished: no results.json, {done} done")

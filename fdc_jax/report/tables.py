@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from tabulate import tabulate
 
 from fdc_jax import evaluation, learners
 from fdc_jax.calibration import FDC
@@ -71,11 +72,20 @@ class Table(NamedTuple):
         text = text.replace(r"\begin{table}", "\\begin{table}\n\\centering\\small", 1)
         return f"% {self.note} {READING}\n{text}"
 
+    def to_text(self) -> str:
+        """Returns title, scope and cells as plain text."""
+        rows = [[*labels, *(text for text, _ in cells)] for labels, cells in self.rows()]
+        names = [*self.frame.index.names, *self.frame.columns]
+        align = ["left"] * self.frame.index.nlevels + ["right"] * self.frame.shape[1]
+        text = tabulate(rows, names, disable_numparse=True, colalign=align)
+        return "\n".join(filter(None, (self.title, self.scope, "", text, "")))
+
     def write(self, folder: Path) -> None:
-        """Writes `<name>.csv` and `.tex` into a folder."""
+        """Writes `<name>.csv`, `.tex` and `.txt` into a folder."""
         numbers = pd.DataFrame() if self.numbers is None else self.numbers.convert_dtypes()
         write_text(folder / f"{self.name}.csv", csv_text(numbers, index=False))
         write_text(folder / f"{self.name}.tex", self.to_latex())
+        write_text(folder / f"{self.name}.txt", self.to_text())
 
 
 _SIGNS = {"±": r"$\pm$", "–": "--", "γ": r"$\gamma$", "η": r"$\eta$", "ρ": r"$\rho$"}
