@@ -151,9 +151,12 @@ def test_a_worker_is_killed_and_two_go_on(tmp_path, cache):
     # Whoever ends last writes the tables; a further call does nothing.
     report = workdir / "report" / "report.html"
     assert any(f"report: {report}" in output for output, _ in said)
+    timed = [path.parent for path in workdir.glob("*/*/*/latency.json")]
+    assert len(timed) == 1 and timed[0].name == "seed_1"
     states = {path: path.stat().st_mtime_ns for path in workdir.rglob("*.*") if path.is_file()}
     output, errors = small_runs.finish(start(workdir, cache, "--seeds=1,2"))
     assert "4 runs: 4 done" in output and "python" not in errors
+    assert "Final accuracy before and after FDC" in output
     states.pop(workdir / ".worker")
     assert states == {path: path.stat().st_mtime_ns for path in states}
     # Features of E_0 come from the cache if another run of the benchmark has computed them.
