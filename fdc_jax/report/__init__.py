@@ -74,14 +74,14 @@ def write(
     drawn = figures.draw(groups)
     for drawing in drawn:
         figures.write(drawing, folder / "figures")
-    pages_of_classes: dict[int, str] = {}
-    for number, group in enumerate(groups, 1):
-        if (of := classes.load(group)) is not None:
-            of = classes.with_pictures(of, group) if len(groups) == 1 else of
-            pages_of_classes[number] = f"classes_{number}.html"
-            write_text(folder / pages_of_classes[number], page.render_classes(group, of))
+    by_class = [classes.load(group) for group in groups]
+    if len(groups) == 1 and by_class[0]:
+        by_class = [classes.with_pictures(by_class[0], groups[0])]
+    for number, (group, of) in enumerate(zip(groups, by_class, strict=True), 1):
+        if of:
+            write_text(folder / f"classes_{number}.html", page.render_classes(group, of))
     shown = [pictures.load(group.runs[0]) for group in groups]
-    text = page.render(groups, skipped, built, drawn, shown, pages_of_classes)
+    text = page.render(groups, skipped, built, drawn, shown, by_class)
     write_text(folder / "report.html", text)
     if not quiet:
         count = sum(len(group.runs) for group in groups)

@@ -10,6 +10,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from fdc_jax import learners
+from fdc_jax.calibration import METHODS
 from fdc_jax.errors import counted
 from fdc_jax.report import console, figures, formatting, paper, pictures, runs, tables
 from fdc_jax.report.classes import Classes
@@ -27,7 +28,7 @@ def render(
     compared: Sequence[Table],
     drawings: Sequence[Drawing],
     shown: Sequence[Pictures],
-    classes: Mapping[int, str],
+    classes: Sequence[Classes | None],
 ) -> str:
     """Returns the page; everything that comes from files is escaped.
 
@@ -37,16 +38,17 @@ def render(
         compared: tables over groups, in the order to show them.
         drawings: likewise; those of a run itself stand in the section of its group.
         shown: pictures of each group.
-        classes: names of the pages of classes, by the number of the group from 1.
+        classes: counts by class of each group, None where there is no page of them.
     """
     own = [drawing for drawing in drawings if drawing.kind in figures.OF_A_RUN]
     sections = [
-        _section(group, own, shown[index]) | {"classes": classes.get(index + 1)}
+        _section(group, own, shown[index]) | {"classes": classes[index]}
         for index, group in enumerate(groups)
     ]
     return _fill(
         "page",
         sections=sections,
+        folded=not any(group.benchmark in paper.benchmarks() for group in groups),
         reading=tables.READING,
         skipped=skipped,
         # That of a single group stands in its section.
@@ -64,7 +66,7 @@ def _section(group: Group, own: Sequence[Drawing], shown: Pictures) -> dict[str,
     return {
         "group": group,
         "title": _title(group.learner, group.benchmark),
-        "best": formatting.method_title(best),
+        "best": METHODS[best].title,
         "accuracy": formatting.mean(accuracy, digits=1),
         "interval": formatting.interval(accuracy, digits=1, signed=False),
         "verdict": console.verdict(group),

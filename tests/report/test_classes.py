@@ -1,5 +1,7 @@
 """Classes: counts by hand, the order of the confusion, and the page with its wrong pictures."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -31,11 +33,13 @@ def test_counts_by_hand():
     assert found.method == "FDC" and found.pairs == [(0, 3, 2, 200 / 3), (3, 0, 1, 50.0)]
     rows = {label: row.tolist() for label, row in found.table.iterrows()}
     assert rows[0] == pytest.approx([1, 3, 100 / 3, 0, 3]) and rows[1] == [1, 2, 100, 100, -1]
-    assert rows[3] == [2, 2, 50, 0, 0] and rows[5] == [3, 1, 100, 0, -1] and len(rows) == 4
+    assert rows[3] == [2, 2, 50, 0, 0] and rows[5] == [3, 1, 100, 0, -1]
+    # Classes without test images come last.
+    assert [row for row in rows if rows[row][1] == 0] == [*rows][4:] == [2, 4, 6, 7, 8]
     assert list(found.table.index[:2]) == [0, 3]  # The worst first.
     assert found.untested == ["cat", "emu"]
     assert {cell[:3] for cell in found.cells} >= {(0, 0, 1), (0, 3, 2), (5, 5, 1)}
-    assert sorted(found.order) == [*range(6)]
+    assert sorted(found.order) == [*range(9)]
     assert abs(found.order.index(0) - found.order.index(3)) == 1
     of = group()
     del of.runs[0].predictions["fdc_label"]
@@ -62,10 +66,24 @@ def test_the_page_has_every_class_and_every_wrong_picture(monkeypatch):
     assert "<script>alert" not in text and "http" not in text.replace("http-equiv", "")
     read = Reader(text.replace("<br>", ""))
     assert {"ant", "bee", "fox", HOSTILE} < set(read.texts("th")) and "66.7" in read.texts("td")
+    assert read.texts("th").count("0 test images") == 5
     assert [each["data-is"] for each in read.all("li") if "data-is" in each] == ["0", "0", "3"]
     assert {"0,3", "0,", "5,5"} <= {each.get("data-pair") for _, each in read.elements}
     monkeypatch.setattr(classes, "MOST", 2)
     assert [len(each.wrong) for each in (classes.with_pictures(found, of), found)] == [2, 3]
+
+
+def test_images_unlike_anything_learned_are_the_least_typical(tmp_path):
+    of = group()
+    (run,) = of.runs
+    run.folder, run.results["accuracy"]["gaussians"] = tmp_path, 50.0
+    (tmp_path / "features").mkdir()
+    np.save(tmp_path / "features" / "test_adapted.npy", np.zeros((8, 2)))
+    typicality = np.array([0.5, 0.04, 0.9, 0.01, 0.5, 0.5, 0.5, 0.5])
+    run.calibrator = lambda name: types.SimpleNamespace(assess=lambda *views: (None, typicality))
+    found = classes.with_pictures(classes.load(of), of)
+    assert [(each.true, each.chosen) for each in found.unlike] == [(1, 1), (0, 3)]
+    assert (found.num_unlike, found.number) == (2, 3)
 
 
 def test_where_none_is_wrong_there_is_nothing_to_choose():
