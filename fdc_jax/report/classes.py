@@ -15,7 +15,7 @@ from scipy.spatial import distance
 
 from fdc_jax import evaluation
 from fdc_jax.calibration import FDC, METHODS
-from fdc_jax.calibration.confidence import UNTYPICAL
+from fdc_jax.calibration.familiarity import UNTYPICAL
 from fdc_jax.errors import InputError
 from fdc_jax.report import formatting, pictures
 from fdc_jax.report.runs import Group, predictions
