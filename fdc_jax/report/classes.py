@@ -40,9 +40,8 @@ class Classes(NamedTuple):
 
     method: str  # title of the calibrator that chose
     names: Sequence[str]  # of classes by label
-    # A row per class by its label, worst first, without test images last: `task` from 1, `images`,
-    # accuracy in percent by title of calibrator, `taken`, the label it is most often taken for, or
-    # -1. Of a class without test images all but `images` is NaN.
+    # A row per class with test images, by its label, worst first: `task` from 1, `images`, accuracy
+    # in percent by title of calibrator, `taken`, the label it is most often taken for, or -1.
     table: pd.DataFrame
     # The most frequent: true label, chosen label, images, their share of the true class in percent.
     pairs: list[tuple[int, int, int, float]]
@@ -67,7 +66,6 @@ def load(group: Group) -> Classes | None:
         return None
     of: Any = pd.concat(seeds)[columns]
     size = int(of.drop(columns="task").to_numpy().max()) + 1
-    size = max(size, group.results.get("num_classes", 0))
     counts = evaluation.task_confusion(of["label"], of[f"{best}_label"], size)
     totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
     wrong, shares = counts - np.diag(np.diag(counts)), 100.0 * counts / totals
@@ -78,7 +76,6 @@ def load(group: Group) -> Classes | None:
         table[formatting.method_title(name)] = 100.0 * right.groupby(of["label"]).mean()
     taken = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
     table["taken"] = taken[table.index]
-    table = table.reindex(range(size)).fillna({"images": 0})
     table = table.sort_values(formatting.method_title(best), kind="stable")
     cells = [
         (row, column, int(counts[row, column]), float(shares[row, column]))
