@@ -324,7 +324,10 @@ def work_with_ray(
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError("--ray needs Ray: pip install 'fdc_jax[ray]'") from error
-    ray.init(options.ray or None, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        ray.init(options.ray or None, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises plain ones.
+        raise InputError(f"--ray: Ray does not start: {errors.line(error)}") from error
     gpus = ray.cluster_resources().get("GPU", 0.0)
     if gpus < options.ray_gpus:
         raise InputError(

@@ -77,6 +77,7 @@ def open_splits(
         with locked(lock, wait=True):
             if name == "cifar100" and path.is_file():
                 return cifar100.open_cifar100(cache, path)
+            before = {path, *cache.iterdir()}
             root = path if path.is_dir() else archive.unpack(path, cache)
             try:
                 return folder.open_folder(
@@ -91,7 +92,7 @@ def open_splits(
                     quiet=quiet,
                 )
             except InputError as error:
-                if root != path:  # Of no use, and perhaps large.
+                if root not in before:  # Of no use, perhaps large, and read by no other process.
                     shutil.rmtree(root)
                 raise InputError(str(error).replace(str(root), str(path))) from error
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")

@@ -141,3 +141,19 @@ def test_an_archive_is_named_by_its_own_path_and_does_not_stay_unpacked(tmp_path
         sources.open_splits("mine", tmp_path / "cache", source=str(tmp_path / "mine.zip"))
     assert "cache" not in str(caught.value) and str(tmp_path / "mine.zip") in str(caught.value)
     assert not [path for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir()]
+
+
+def test_an_unpacked_archive_that_another_run_reads_stays(tmp_path, pilot):
+    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as packed:
+        for file in (pilot / "train").rglob("*.*"):
+            packed.write(file, file.relative_to(pilot / "train"))
+        packed.write(pilot / "train/10/0.JPEG", "100/1.JPEG")
+
+    def opened(**options):
+        source = str(tmp_path / "mine.zip")
+        return sources.open_splits("mine", tmp_path / "cache", source=source, **options)
+
+    train, _ = opened(test_share=0.5, allow_overlap=True)
+    with pytest.raises(InputError, match=r"mine.zip: expected train/CLASS/IMAGE"):
+        opened()
+    assert train.image(0).size == (5, 7)
