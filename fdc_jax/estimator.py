@@ -76,9 +76,6 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
             y: labels [n], numbers or strings.
             tasks: task of every sample [n]; tasks come in ascending order. By default all classes
                 are one task, in which only TSF of FDC has an effect.
-
-        Raises:
-            ValueError: see `partial_fit`.
         """
         X, y = self._validated(True, X, y)
         tasks = np.zeros(len(y), int) if tasks is None else np.array(column_or_1d(tasks).tolist())
@@ -253,12 +250,9 @@ class FDCClassifier(ContinualClassifier):
 def closed_form_head(
     kind: str, features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
 ) -> LinearHead | NearestMeanHead:
-    """Returns a head in closed form.
+    """Returns a head of one of `HEADS`, fitted to the row of every sample.
 
-    Args:
-        kind: one of `HEADS`. The penalty of ridge regression is chosen as RanPAC's.
-        features: features of a task.
-        rows: row of the head for every sample.
+    The penalty of ridge regression is chosen as RanPAC's.
     """
     if kind == "nearest_mean":
         return NearestMeanHead(base.class_means(features, rows).astype(np.float32))

@@ -103,18 +103,14 @@ def write(
 
 def _check_predictions(run: Run, results: Mapping[str, Any]) -> None:
     """Raises InputError if `predictions.npz` does not give the accuracies of `results.json`."""
-    columns, count = run.predictions, results["num_test_images"]
+    columns, path = run.predictions, run.predictions_file
     for name, expected in results["accuracy"].items():
-        labels = [columns.get(column, np.zeros(0)) for column in ("label", f"{name}_label")]
-        if {len(column) for column in labels} != {count}:
+        if (labels := columns.get(f"{name}_label")) is None:
+            raise InputError(f"{path}: expected the column {name}_label, found none")
+        if abs((accuracy := evaluation.accuracy(columns["label"], labels)) - expected) > 1e-6:
             raise InputError(
-                f"{run.predictions_file}: expected labels of {count} test images by {name}, found "
-                f"{[len(column) for column in labels]}"
-            )
-        if abs((accuracy := evaluation.accuracy(*labels)) - expected) > 1e-6:
-            raise InputError(
-                f"{run.predictions_file}: is of another run: expected an accuracy of "
-                f"{expected:.2f} % by {name}, found {accuracy:.2f} %"
+                f"{path}: is of another run: expected an accuracy of {expected:.2f} % by {name}, "
+                f"found {accuracy:.2f} %"
             )
 
 

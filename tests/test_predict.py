@@ -318,7 +318,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     ("arguments", "message"),
     [
         (["nowhere", "x.png"], "nowhere: expected the work directory of a run, found no config"),
-        (["WHOLE", "EMPTY"], "empty: expected images in this folder, found none; skipped, as no"),
+        (["WHOLE", "EMPTY"], "empty: expected images in this folder, found none; "),
         (
             ["WHOLE", "EMPTY", "--output=x.png"],
             "a file that ends in .csv or .jsonl, found",
