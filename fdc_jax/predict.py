@@ -156,7 +156,7 @@ def _notes(predictions: Predictions) -> Iterator[str]:
         ]
         right = f"right on {accuracy[method]:.1f} % of the run's test images"
         yield "; ".join([f"answers by {METHODS[method].title}, {right}", *others])
-    if predictions.calibrator.note:
+    if predictions.calibrator.note and not predictions.before_training:
         yield predictions.calibrator.note
 
 

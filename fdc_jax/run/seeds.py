@@ -130,6 +130,8 @@ def _answer_untrained(
     if not untrained.config.calibrators:
         return
     paths = RunPaths(RunPaths(folder).untrained_folder)
+    if not quiet:
+        print("encodes all images once, for an answer before training", file=sys.stderr, flush=True)
     found = run_seed(untrained, seed, paths.folder, stop, quiet=True)
     if quiet:
         return
