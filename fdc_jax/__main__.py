@@ -7,7 +7,7 @@ import signal
 import sys
 
 import fdc_jax
-from fdc_jax.errors import Ending, InputError, did_you_mean, end_at_once, stop_on_signals
+from fdc_jax.errors import did_you_mean, end_at_once, stop_on_signals
 
 PROGRAMS = {
     "run": "learn a stream of tasks, calibrate and evaluate on the way",
@@ -41,15 +41,13 @@ def main() -> None:
         runpy.run_module(f"fdc_jax.{name}", run_name="__main__")
     elif name == "--version":
         print(fdc_jax.__version__)
+    elif name in ("-h", "--help"):
+        print("usage: fdc NAME ...\nexample: fdc run --config=digits\n")
+        width = max(map(len, PROGRAMS))
+        print("\n".join(f"  {name:<{width}}  {text}" for name, text in PROGRAMS.items()))
     else:
-        with Ending("fdc") as ending:
-            if name not in ("-h", "--help"):
-                raise InputError(did_you_mean("NAME", name, PROGRAMS))
-            print("usage: fdc NAME ...\nexample: fdc run --config=digits\n")
-            width = max(map(len, PROGRAMS))
-            print("\n".join(f"  {name:<{width}}  {text}" for name, text in PROGRAMS.items()))
-        if ending.code:
-            sys.exit(ending.code)
+        print(f"fdc: {did_you_mean('NAME', name, PROGRAMS)}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
