@@ -49,14 +49,10 @@ class Weights(NamedTuple):
 def locate(
     weights: str, variant: str, folder: str | os.PathLike[str], show_progress: bool = True
 ) -> Path:
-    """Returns the path of a configuration's pretrained weights.
+    """Returns the path of pretrained weights: a file, or the file of a name in `NAMED`.
 
-    Args:
-        weights: a file; `augreg` for the public ImageNet-21k checkpoint of the variant, which is
-            downloaded to `folder` unless it is there; `digits` for the package's small encoder.
-        variant: name of the encoder.
-        folder: of downloads.
-        show_progress: whether to draw a bar while downloading.
+    `augreg` is the public ImageNet-21k checkpoint of the variant, downloaded to the folder if it is
+    not there; `digits` is the package's small encoder.
 
     Raises:
         InputError: the file does not exist, or the download fails.
