@@ -152,6 +152,15 @@ def test_earlier_means_drift(run):
             np.testing.assert_array_equal(after.means[past, classes:], 0)
 
 
+def test_a_mean_far_from_all_images_moves_by_their_mean_drift():
+    """Weights of 4e-5 and less are near their floor of 1e-5."""
+    rng = np.random.default_rng(0)
+    before = rng.normal(size=(6, 3))
+    after, means = before + rng.normal(size=(6, 3)), np.array([[0.0, 0.0, 0.0], [18.0, 0.0, 0.0]])
+    expected = rsiat_reference.moved_means(means, before, after, 4.0)
+    np.testing.assert_allclose(rsiat.moved_means(means, before, after), expected, rtol=1e-10)
+
+
 @pytest.mark.parametrize(("preset", "factor"), [("protocol", 1.0), ("native", 0.5)])
 def test_what_is_calibrated(monkeypatch, run, backbone, preset, factor):
     """All heads so far on all Gaussians, whose means have moved before.
