@@ -101,12 +101,9 @@ def task_sizes(
 ) -> tuple[int, ...]:
     """Returns the number of classes of each task of a data set.
 
-    Args:
-        name: of the data set.
-        num_classes: of all tasks.
-        wanted: number of classes of each task, or one number for all (the last task may have
-            fewer); 0: the benchmark's number, or for other data a fifth of the classes, at least 2.
-        earlier: sizes of the tasks of an earlier process; they stay if `wanted` is one number.
+    `wanted` are the numbers, or one number for all tasks, of which the last may have fewer; 0 is
+    the benchmark's number, or for other data a fifth of the classes, at least 2. The sizes of
+    tasks of an earlier process stay if `wanted` is one number.
 
     Raises:
         InputError: the sizes do not add up.

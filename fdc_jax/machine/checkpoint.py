@@ -30,15 +30,9 @@ for _name in ("absl", "asyncio"):
 
 
 class Checkpoints:
-    """A folder of numbered checkpoints, each a pytree and a small JSON cursor.
+    """A folder of numbered checkpoints, each a pytree and a small JSON cursor; the newest stay.
 
-    Args:
-        folder: where they lie; made when missing.
-        keep: how many of the newest stay.
-        read_only: change nothing, pass over what is damaged.
-
-    Raises:
-        InputError: the folder is to be read only, and missing.
+    A folder that is read only must exist (InputError), and damaged checkpoints stay there.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
@@ -62,12 +56,9 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
-        """Writes a checkpoint, whole or not at all; raises InputError if the disk refuses.
+        """Writes arrays and JSON values under a number that is larger than those before.
 
-        Args:
-            number: larger than every number before.
-            tree: arrays.
-            cursor: the point in the run that the tree belongs to; JSON values.
+        The checkpoint is whole or absent; raises InputError if the disk refuses.
         """
         self._write(number, jax.tree.map(np.asarray, devices.to_host(tree)), cursor)
 
@@ -95,12 +86,9 @@ class Checkpoints:
     ) -> Iterator[tuple[int, dict[str, Any], Any]]:
         """Yields number, cursor and tree of every usable checkpoint, newest first.
 
-        A damaged one is set aside, with a warning.
-
-        Args:
-            target: returns for a cursor a tree of the wanted structure, shapes and types; leaves
-                that are JAX arrays come back in their placement, others as arrays of the host.
-                Raises InputError if the cursor is damaged.
+        A damaged one is set aside, with a warning. `target` returns for a cursor a tree of the
+        wanted structure, shapes and types, or raises InputError if the cursor is damaged. Leaves
+        that are JAX arrays come back in their placement, others as arrays of the host.
         """
         for number in self._numbers():
             if (cursor := self._cursor(number)) is None:

@@ -162,11 +162,8 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
     """Holds a lock, a regular file that is made when missing and says whose the lock is.
 
     The lock ends with the process, even if the process is killed. A file that somebody else has put
-    there keeps its content until the lock is held, and no link is followed.
-
-    Args:
-        path: the file.
-        wait: whether to wait for another process that holds the lock.
+    there keeps its content until the lock is held, and no link is followed. `wait` waits for a
+    process that holds the lock.
 
     Raises:
         InUse: another process holds the lock.

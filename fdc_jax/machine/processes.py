@@ -41,13 +41,12 @@ _KINDS: dict[str, type[Exception]] = {
 def start(where: str | None) -> None:
     """Joins the other processes; does nothing for None.
 
-    Args:
-        where: `auto` lets JAX find them (TPU pods, SLURM, Open MPI, Kubernetes); or, such as
-            `HOST:PORT,0/2`, an address of process 0, free there and reachable from all hosts, which
-            process this is, from 0, and how many there are.
+    `auto` lets JAX find them (TPU pods, SLURM, Open MPI, Kubernetes). Otherwise `HOST:PORT,0/2` is
+    an address of process 0, free there and reachable from all hosts, the number of this process
+    and the number of processes.
 
     Raises:
-        InputError: it says something else, or there is nothing to join.
+        InputError: the words say something else, or there is nothing to join.
     """
     if where is None:
         return
