@@ -1,4 +1,4 @@
-"""How like the learned images a new image is (docs/predict.md).
+"""Familiarity: the likeness of a new image to the learned ones (docs/predict.md).
 
 With the precision P that all classes share, the familiarity of a feature g is
 
@@ -128,7 +128,7 @@ class Familiarity(NamedTuple):
         columns = np.append(self.columns, columns.astype(np.int32))
         return Familiarity(np.append(self.values, values), columns)
 
-    def typicality(self, known: Reference, found: Float[np.ndarray, " n"]) -> Any:
+    def typicality(self, known: Reference, familiar: Float[np.ndarray, " n"]) -> Any:
         """Returns the share of left-out images, in (0, 1], that are no more familiar."""
         values = np.sort(self.values + np.asarray(known.expected)[self.columns])
-        return (1.0 + np.searchsorted(values, found, side="right")) / (1.0 + len(values))
+        return (1.0 + np.searchsorted(values, familiar, side="right")) / (1.0 + len(values))

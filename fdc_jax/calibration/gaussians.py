@@ -153,7 +153,7 @@ def metric(
     constants = np.where(present, (rows * means).sum(axis=1) / 2 - raised, np.inf)
     arrays = origin, padded(rows, size), padded(constants, size, np.inf)
     by_row = [*inputs.float32(padded(factors, size).swapaxes(0, 1))]
-    return Metric(*map(inputs.float32, arrays), by_row)
+    return Metric._make([*map(inputs.float32, arrays), by_row])
 
 
 def class_scores(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[str, Any]:

@@ -200,11 +200,11 @@ def task_classes(
     if len(np.unique(classes)) < len(classes):
         raise InputError(f"{name}: a label is named twice")
     if num_rows not in (None, len(classes)):
-        found = f"found {len(classes)}"
+        rest = f"found {len(classes)}"
         if named is None:
             hint = "where a class has no sample, name the labels"
-            found = f"the samples have {len(classes)}; {hint}"
-        raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {found}")
+            rest = f"the samples have {len(classes)}; {hint}"
+        raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {rest}")
     check_new(classes, task, earlier)
     if not (known := np.isin(labels, classes)).all():
         row = int(np.argmin(known))
@@ -265,6 +265,6 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
         with np.errstate(over="ignore"):
             squares = np.square(values.reshape(*values.shape[:1], -1)).sum(axis=-1)
         if not (finite := np.isfinite(squares)).all():
-            found = f"row {np.argmin(finite)} is not finite, or too large for float32"
-            raise InputError(f"{name}: {part}: {found}")
+            row = f"row {np.argmin(finite)}"
+            raise InputError(f"{name}: {part}: {row} is not finite, or too large for float32")
     return type(head)(**parts)

@@ -177,7 +177,7 @@ def _check_complete(arrays: Arrays, count: int) -> None:
     """Raises InputError if an array is missing, or has no use without a missing one."""
     if "train_previous_0" in arrays:
         raise InputError("train_previous_0: expected from t = 1 on; nothing precedes task 0")
-    first_tasks = dict.fromkeys(("train_adapted", "train_labels", "head_weight"), 0)
+    first_tasks: dict[str, int] = dict.fromkeys(("train_adapted", "train_labels", "head_weight"), 0)
     stems = {name.rpartition("_")[0] for name in arrays}
     if two_views := "train_pretrained" in stems or "test_pretrained" in arrays:
         first_tasks["train_pretrained"] = 0

@@ -50,14 +50,16 @@ def write_run(
         elif stored.exists():
             shutil.rmtree(stored)
     folder.mkdir(parents=True, exist_ok=True)
-    labels, tasks = features.test_labels, features.test_tasks
+    labels: Any = features.test_labels
+    tasks = features.test_tasks
     scores = {name: outcome.scores for name, outcome in outcomes.items()}
     measured = evaluation.measure(scores, labels, tasks)
-    fdc = outcomes.get(FDC.name)
-    parts = {} if fdc is None else fdc.components
-    components = {name: evaluation.accuracy(labels, of.label) for name, of in parts.items()}
-    settings = {} if fdc is None else vars(fdc.calibrator.settings)
-    config = {f"fdc.{name}": value for name, value in settings.items()}
+    components, config = {}, {}
+    if FDC.name in outcomes:
+        fdc: Any = outcomes[FDC.name]
+        parts, settings = fdc.components.items(), vars(fdc.calibrator.settings).items()
+        components = {name: evaluation.accuracy(labels, of.label) for name, of in parts}
+        config = {f"fdc.{name}": value for name, value in settings}
     sizes = [len(task.classes) for task in features.tasks]
     fields = {"benchmark": name, "learner.name": LEARNER, **config}
     beside = {"weights sha256": "0" * 64, "classes of planned tasks": sizes}

@@ -83,7 +83,7 @@ class Comparator(Calibrator):
 
     @cached_property
     def _solved(self) -> Any:
-        """What scoring needs of all tasks."""
+        """Statistics of all tasks as scoring reads them."""
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         """Returns a score for each class that has samples, tasks in order."""
