@@ -270,11 +270,11 @@ class Gaussians(Calibrator):
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Calibrator.class_scores`; minus infinity for classes without an image."""
-        return self._fuse(self._by_view(class_scores, adapted, pretrained))
+        return self._fuse(self._by_view(self._checked(adapted, pretrained)))
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
         """Returns the scores by all views and, if there are two, by each alone."""
-        by_view = self._by_view(class_scores, adapted, pretrained)
+        by_view = self._by_view(self._checked(adapted, pretrained))
         parts = {"full": by_view}
         if len(by_view) == 2:
             parts |= {f"{name}_view": {name: scores} for name, scores in by_view.items()}
@@ -284,9 +284,9 @@ class Gaussians(Calibrator):
         self, adapted: Any, pretrained: Any = None
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
         """Returns the probability of every class, and the typicality."""
-        scores = self.class_scores(adapted, pretrained)
-        view = adapted if pretrained is None else pretrained
-        familiar, whole = in_blocks(familiarity.measure, self._reference, view)
+        views = self._checked(adapted, pretrained)
+        familiar, whole = in_blocks(familiarity.measure, self._reference, views[-1])
+        scores = self._fuse(self._by_view(views))
         probabilities = self.confidence.probabilities(scores, self._spread(whole))
         return probabilities, self.familiarity.typicality(self._reference, familiar)
 
@@ -306,12 +306,15 @@ class Gaussians(Calibrator):
             numbers += known.means.size + known.factors.size + width * (width + 1) // 2
         return 4 * numbers
 
-    def _by_view(self, kernel: Any, adapted: Any, pretrained: Any) -> dict[str, Any]:
-        """Returns the results of a kernel for a batch, by view."""
+    def _checked(self, adapted: Any, pretrained: Any) -> list[Any]:
+        """Returns the features of a batch by view."""
         if not self.views:
             raise InputError("call fit_task for every task first")
-        views = inputs.score_views(adapted, pretrained, self.widths, True)
-        return in_blocks(kernel, self._metrics, *views)
+        return inputs.score_views(adapted, pretrained, self.widths, True)
+
+    def _by_view(self, views: Sequence[Any]) -> dict[str, Any]:
+        """Returns the scores of all classes by view."""
+        return in_blocks(class_scores, self._metrics, *views)
 
     @cached_property
     def _metrics(self) -> list[Metric]:
