@@ -77,11 +77,12 @@ def reference(known: Any, counts: Int[np.ndarray, " c"], kind: type = np.float64
     own, all_as_one = (((means @ matrix) * means).sum(axis=1) for matrix in (precision, whole))
     expected = (all_as_one + ((whole - precision) * scatter).sum() / images) / 2
     constants = np.where(counts > 0, own / 2, np.inf)
-    parts = padded(means, size), padded(constants, size, np.inf), middle, whole, expected
-    return Reference(*map(float32, (precision, *parts)))
+    by_class = padded(means, size), padded(constants, size, np.inf)
+    parts = precision, *by_class, middle, whole, padded(expected, size)
+    return Reference(*map(float32, parts))
 
 
-def measure(known: Reference, features: Float[Any, "n d"]) -> tuple[Any, Any]:
+def compare(known: Reference, features: Float[Any, "n d"]) -> tuple[Any, Any]:
     """Returns f and D^2 / 2 of features."""
     near = unit(features) - known.middle
     turned = products(near, known.precision)

@@ -228,7 +228,7 @@ class Gaussians(Calibrator):
         some = confidence.measured(held)
         views = [inputs.float32(view[some]) for view in given.views]
         scores = without._fuse(class_scores(without._metrics_by_view(np.float32), *views))
-        spread = without._spread(familiarity.measure(known, views[-1])[1])
+        spread = without._spread(familiarity.compare(known, views[-1])[1])
         self.confidence = self.confidence.with_task(columns[some], scores, spread)
         some = confidence.measured(given.counts[given.rows] > 1)
         features = inputs.float32(given.views[-1][some])
@@ -285,7 +285,7 @@ class Gaussians(Calibrator):
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
         """Returns the probability of every class, and the typicality."""
         views = self._checked(adapted, pretrained)
-        familiar, whole = in_blocks(familiarity.measure, self._reference, views[-1])
+        familiar, whole = in_blocks(familiarity.compare, self._reference, views[-1])
         scores = self._fuse(self._by_view(views))
         probabilities = self.confidence.probabilities(scores, self._spread(whole))
         return probabilities, self.familiarity.typicality(self._reference, familiar)
