@@ -102,6 +102,16 @@ def test_timm_gets_the_encoder_s_own_parameters(backbone):
     assert same == config
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "epochs", "first"), [("cifar100", 20, 18), ("cub200", 50, 40)]
+)
+def test_native_rates_fall_where_the_authors_do(benchmark, epochs, first):
+    learner = toy.make_learner("slca", benchmark=benchmark, learner__preset="native")
+    schedule = learner.update().schedule
+    factors = [schedule(epoch, epochs) for epoch in range(epochs)]
+    assert factors == [1.0] * first + [0.1] * (epochs - first)
+
+
 def test_a_head_is_as_the_authors_start_it(backbone):
     learner = toy.make_learner("slca", (200,))
     _, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))

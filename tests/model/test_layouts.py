@@ -166,6 +166,58 @@ def plain_timm(width, depth=1):
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
+def smallest(width, names, positions):
+    """Returns the shapes by which an encoder is recognised, without memory, under five names."""
+    shapes = [(1, 1, width), (width, 3, 16, 16), (4 * width, width), (width, 4 * width)]
+    shapes += [(1, 17, width)] if positions else []
+    return {
+        name: np.broadcast_to(np.float32(0), shape)
+        for name, shape in zip(names, shapes, strict=False)
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "width", "heads"),
+    [
+        ("vit_so400m_patch14_siglip_224", 1152, 16),
+        ("vit_huge_patch14_224", 1280, 16),
+        ("vit_giant_patch14_224", 1408, 16),
+        ("vit_giant_patch14_dinov2", 1536, 24),
+        ("vit_giantopt_patch16_siglip_256", 1536, 16),
+        ("vit_gigantic_patch14_224", 1664, 16),
+        ("vit_huge_plus_patch16_dinov3", 1280, 20),
+        ("vit_7b_patch16_dinov3", 4096, 32),
+    ],
+)
+def test_heads_follow_from_timms_architecture(tmp_path, architecture, width, heads):
+    """As in timm's own models, whose configurations do not have them."""
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": architecture}))
+    names = ("cls_token", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
+    names += ("blocks.0.mlp.fc2.weight", "pos_embed")
+    arrays = smallest(width, names, positions="dinov3" not in architecture)
+    _, variant = layouts.describe(arrays, tmp_path / "model.safetensors")
+    assert variant.heads == heads
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads", "activation", "epsilon"),
+    [
+        ("vit", 12, "gelu", 1e-12),
+        ("dinov2", 12, "gelu", 1e-6),
+        ("clip_vision_model", 12, "quick_gelu", 1e-5),
+        ("siglip_vision_model", 12, "gelu_tanh", 1e-6),
+    ],
+)
+def test_fields_that_a_configuration_omits(tmp_path, model_type, heads, activation, epsilon):
+    """Defaults of transformers 5.23."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    names = ("embeddings.cls_token", "embeddings.patch_embeddings.projection.weight")
+    names += ("encoder.layer.0.mlp.fc1.weight", "encoder.layer.0.mlp.fc2.weight")
+    arrays = smallest(24, (*names, "embeddings.position_embeddings"), positions=True)
+    _, variant = layouts.describe(arrays, tmp_path / "model.safetensors")
+    assert (variant.heads, variant.activation, variant.epsilon) == (heads, activation, epsilon)
+
+
 def test_without_a_configuration_its_user_says_the_heads(tmp_path):
     """Arrays of a plain encoder are also those of one with rotary positions, or other heads."""
     path = tmp_path / "plain.safetensors"
