@@ -187,12 +187,7 @@ def task_classes(
 ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
     """Returns the label and the number of samples of each head row.
 
-    Args:
-        labels: of all samples of the task.
-        task: its number, for messages.
-        num_rows: rows of its head, None without a head.
-        named: the label of each row; None for the distinct labels, ascending.
-        earlier: labels of earlier tasks.
+    Without `named` labels they are the distinct ones, ascending; `num_rows` is None without a head.
     """
     name = f"classes of task {task}"
     values, times = np.unique(labels, return_counts=True)

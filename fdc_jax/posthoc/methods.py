@@ -32,13 +32,7 @@ class Outcome(NamedTuple):
 def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome:
     """Fits a method task by task and scores all test features with the final heads.
 
-    Args:
-        name: one of `calibration.METHODS`.
-        features: training and test features.
-        settings: values by name; settings of other methods are ignored.
-
-    Raises:
-        InputError: the method does not apply to these features.
+    Settings of other methods are ignored. Raises InputError if the method does not apply.
     """
     calibrator = calibration.make(name, **settings)
     start = time.perf_counter()
