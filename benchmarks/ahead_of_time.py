@@ -230,7 +230,7 @@ def main() -> None:
     encoder = {"variant": "B/16", "image_size": 224}
     options = measure.parsed(measure.parser_of(__doc__, PROGRAM, **flags, **encoder))
     meshes = [mesh_of(options.target, count) for count in measure.numbers(options, "devices")]
-    names = learners.names() if options.learner == "all" else options.learner.split(",")
+    names = learners.names(trained=True) if options.learner == "all" else options.learner.split(",")
     for name in names:
         learners.find(name)
     sizes, records = measure.numbers(options, "batch_sizes"), []

@@ -133,7 +133,7 @@ def gradients(options: Any) -> Iterator[Number]:
     mesh, tree = devices.data_mesh(), synthetic.parameters(model, 32)
     backbone = devices.replicate(mesh, jax.tree.map(jnp.asarray, tree))
     batch = devices.split(mesh, synthetic.noise(8, 32, 4, seed=0))
-    for name in learners.names()[: 1 if measure.is_trial(options) else None]:
+    for name in learners.names(trained=True)[: 1 if measure.is_trial(options) else None]:
         learner, update, rate = synthetic.learning(name, model, (4, 4))
         rng = np.random.default_rng(0)
 

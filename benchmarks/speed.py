@@ -105,7 +105,7 @@ def training_step(
 
 def steps_of_learners(options: Any) -> Iterator[Any]:
     """Yields the step of every learner in fast mode."""
-    for name in learners.names()[: 1 if measure.is_trial(options) else None]:
+    for name in learners.names(trained=True)[: 1 if measure.is_trial(options) else None]:
         yield from training_step(options, "fast", learner=name)
 
 

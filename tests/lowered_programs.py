@@ -94,7 +94,7 @@ if __name__ == "__main__":
     jax.default_backend = jax.device_count = forbidden
     # All that tracing asks of cuDNN, which need not be here, is its version.
     fused_attention_stablehlo.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91002)
-    for name in learners.names():
+    for name in learners.names(trained=True):
         given = (name, BATCH, TASKS, CLASSES)
         for platform in PLATFORMS:
             program = ahead_of_time.step(mesh, model_for(platform), *given)

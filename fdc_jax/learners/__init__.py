@@ -25,9 +25,9 @@ __all__ = ["Learner", "Option", "Replaced", "expected", "option"]
 # Discovery ---------------------------------------------------------------------------------------
 
 
-def names() -> tuple[str, ...]:
-    """Returns the names of the package's learners, in the order of the paper."""
-    return tuple(_own())
+def names(trained: bool = False) -> tuple[str, ...]:
+    """Returns the names of the package's learners, or of those that train, in the paper's order."""
+    return tuple(name for name, learner in _own().items() if learner.trains or not trained)
 
 
 @functools.cache

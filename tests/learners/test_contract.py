@@ -16,7 +16,7 @@ from fdc_jax.run import base
 from fdc_jax.run import setup as setups
 from tests.learners import toy
 
-NAMES = [name for name in learners.names() if learners.find(name).trains]
+NAMES = learners.names(trained=True)
 PROBE = toy.random_images(77)
 # Leaves of earlier tasks that change when a later task ends: aligned heads, and drifting means.
 REVISED = {"inflora_ca": (".heads",), "rsiat": (".heads", ".means"), "slca": (".aligned",)}

@@ -13,7 +13,7 @@ FAST = ("rsiat",)
     "names",
     [
         pytest.param(FAST, marks=pytest.mark.ci),
-        pytest.param(sorted({*learners.names()} - {*FAST}), marks=pytest.mark.slow),
+        pytest.param(sorted({*learners.names(trained=True)} - {*FAST}), marks=pytest.mark.slow),
     ],
     ids=["rsiat", "others"],
 )
