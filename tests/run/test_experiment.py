@@ -123,10 +123,16 @@ def test_a_loss_that_is_not_finite_names_task_and_learning_rate(cache, tmp_path)
 
 
 def test_images_are_kept_for_one_task(cache, tmp_path, monkeypatch):
-    held, clear = [], ByteCache.clear
-    monkeypatch.setattr(ByteCache, "clear", lambda self: held.append(self.bytes) or clear(self))
+    freed, forget = [], ByteCache.forget
+
+    def watched(self, kind):
+        before = self.room
+        forget(self, kind)
+        freed.append(self.room - before)
+
+    monkeypatch.setattr(ByteCache, "forget", watched)
     run(config(cache, train__first_epochs=1), tmp_path / "run")
-    assert held == [60 * 3 * 32 * 32] * 2
+    assert freed == [60 * 3 * 32 * 32] * 2
     assert [each["task"] for each in events(tmp_path / "run", "epoch")] == [0, 1, 1]
 
 
