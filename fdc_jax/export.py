@@ -1,6 +1,6 @@
 """A finished run as one folder that needs neither its images nor the file of its encoder.
 
-    python -m fdc_jax.export WORKDIR OUT
+    python -m fdc_jax export WORKDIR OUT
 
 `fdc_jax.open_run(OUT)` reads it. Prediction needs E_T and E_0 alone (Algorithm 1, line 14): the
 calibrators hold the statistics of earlier tasks, collected with the E_t of their time.

@@ -1,6 +1,6 @@
 """The command that predicts the classes of new images by a run.
 
-    python -m fdc_jax.predict WORKDIR IMAGE_OR_FOLDER... [--top=5] [--output=predictions.csv]
+    python -m fdc_jax predict WORKDIR IMAGE_OR_FOLDER... [--top=5] [--output=predictions.csv]
 
 Predictions are those of `fdc_jax.open_run(WORKDIR).predict`, written batch by batch.
 """

@@ -68,7 +68,7 @@ class FDCLearner:
 
 @torch.no_grad()
 def dump(folder: str, learner: Any, data_manager: Any, checkpoints: Sequence[str]) -> None:
-    """Writes a folder that `python -m fdc_jax.posthoc` reads, from checkpoints of every task.
+    """Writes a folder that `python -m fdc_jax posthoc` reads, from checkpoints of every task.
 
     `learner` is a new one, with `args` and `data_manager` of the training; checkpoints are files of
     PILOT's `save_checkpoint` (`NAME_0.pkl`, ...) or of InfLoRA's trainer (`task_0.pth`, ...).

@@ -5,7 +5,7 @@ python -m scripts.check_timm [OUT ...]
 Needs torch and timm beside the package. Of each family in `tests/model/golden/encoders` an
 increment is merged, the state dict loaded strictly into timm's model, and features are compared
 with those that timm or transformers computed in double precision. OUT is a folder that
-`python -m fdc_jax.export WORKDIR OUT` wrote; images of noise go through both encoders.
+`python -m fdc_jax export WORKDIR OUT` wrote; images of noise go through both encoders.
 """
 
 import json

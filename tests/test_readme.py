@@ -41,6 +41,7 @@ def arguments_of(program, pages=PAGES):
     for text in pages.values():
         for line in commands(text):
             words = shlex.split(line)
+            words = words[words.index("fdc_jax") + 1 :] if "fdc_jax" in words else words
             if program in words:
                 arguments = words[words.index(program) + 1 :]
                 found[" ".join(arguments)] = arguments
@@ -72,7 +73,7 @@ def test_runs_of_the_main_program_have_valid_configurations(arguments):
 
 @pytest.mark.parametrize("program", [export, predict, report], ids=lambda each: each.__name__)
 def test_commands_have_known_options_and_files(program):
-    for arguments in arguments_of(program.__name__.removesuffix(".__main__")):
+    for arguments in arguments_of(program.__name__.removesuffix(".__main__").rpartition(".")[2]):
         options = program.parser().parse_args(arguments)
         assert str(getattr(options, "workdir", "runs/*")).startswith("runs/")
         for path in getattr(options, "reference", ()):
@@ -86,7 +87,7 @@ def test_benchmarks_exist(page):
 
 
 def test_posthoc_commands_run(tmp_path, monkeypatch):
-    runs = [words for words in arguments_of("fdc_jax.posthoc") if words[0] == "example"]
+    runs = [words for words in arguments_of("posthoc") if words[0] == "example"]
     assert len(runs) >= 2
     monkeypatch.chdir(tmp_path)
     for arguments in runs:

@@ -1,4 +1,4 @@
-"""FDC and its comparators on anybody's features: `python -m fdc_jax.posthoc features.npz`."""
+"""FDC and its comparators on anybody's features: `python -m fdc_jax posthoc features.npz`."""
 
 import os
 

@@ -74,7 +74,7 @@ class Store(RunPaths):
             advice = ""
             if all(name.startswith(("fdc.", "calibrators")) for name in refused):
                 folder = self.features_folder
-                advice = f" (python -m fdc_jax.posthoc {folder} fits calibrators again)"
+                advice = f" (python -m fdc_jax posthoc {folder} fits calibrators again)"
             elif "classes_per_task" in refused:
                 sizes = ",".join(map(str, known_of(saved).sizes))
                 advice = f" (classes_per_task={sizes},N learns N further classes)"
