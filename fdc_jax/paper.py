@@ -52,7 +52,6 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from fdc_jax.__main__ import main
 main()"""
 _WORKER = ".worker"  # lock of a process of this command; `fdc run` has one of its own
-_TIMED = "cumulative_lora"  # the learner whose latency the paper has
 _LOST = 60  # seconds in which the run of a Ray worker that died may end
 
 Outcome = tuple[int, str]  # exit code and last line of a run
@@ -259,45 +258,31 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
                 pass
             _say(f"{', '.join(run.titles)}: {run.command}", quiet)
             with open(run.folder / "log.txt", "a+b") as log:
-                code = _run_child(["run", *run.words], log, stop)
-                if code == 0 and run.learner == _TIMED:
-                    _run_child(["latency", str(run.folder), *_data_of(run)], log, stop)
+                log.write(f"+ {run.command}\n".encode())
+                log.flush()
+                child = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, "run", *run.words],
+                    start_new_session=True,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                try:
+                    while child.poll() is None:
+                        stop.poll()
+                        with suppress(subprocess.TimeoutExpired):
+                            child.wait(0.5)
+                finally:
+                    child.communicate()  # closes its standard input, so that it saves and ends
                 log.seek(0)
                 last = log.read().decode(errors="replace").rstrip().rpartition("\n")[2]
     except InUse:
         return None
     except InputError as error:
         return 2, str(error)
-    return (1, f"ended by {signal.Signals(-code).name}") if code < 0 else (code, last)
-
-
-def _run_child(words: Sequence[str], log: Any, stop: StopRequest) -> int:
-    """Runs a command of the package in a process of its own and returns its exit code."""
-    log.write(f"+ {shlex.join(['python', '-m', 'fdc_jax', *words])}\n".encode())
-    log.flush()
-    child = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, *words],
-        start_new_session=True,
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        while child.poll() is None:
-            stop.poll()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(0.5)
-    finally:
-        child.communicate()  # closes its standard input, so that it saves and ends
-    return child.returncode
-
-
-def _data_of(run: Run) -> list[str]:
-    """Returns the flags with which other commands find the images and the weights of a run."""
-    given, weights_file = dict(word.split("=", 1) for word in run.words), run.config.encoder.weights
-    data = given.get("--config.data.source") or given.get("--config.data.dir")
-    flags = {"--data": data, "--weights": Path(weights_file).is_file() and weights_file}
-    return [f"{name}={value}" for name, value in flags.items() if value]
+    if child.returncode < 0:
+        return 1, f"ended by {signal.Signals(-child.returncode).name}"
+    return child.returncode, last
 
 
 def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
@@ -436,9 +421,7 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     running = [run for run in usable if run.state == "running"]
     for run in running:
         _say(f"still running: {', '.join(run.titles)}, by {holder(run.folder / _WORKER)}")
-    folders = [run.folder for run in usable if run.results]
-    done = [RunPaths(folder).results_file for folder in folders]
-    done += [path for folder in folders if (path := folder / "latency.json").exists()]
+    done = [RunPaths(run.folder).results_file for run in usable if run.results]
     if done and not running:
         page = Path(options.workdir, "report", "report.html")
         with locked(Path(options.workdir, _WORKER), wait=True):

@@ -142,8 +142,6 @@ def test_a_worker_is_killed_and_two_go_on(tmp_path, cache):
     workers = [start(workdir, cache, "--seeds=1,2") for _ in range(2)]
     said = [small_runs.finish(worker) for worker in workers]
     assert {path.parent for path in workdir.glob("*/*/*/results.json")} == folders
-    timed = {path.parent for path in workdir.glob("*/*/*/latency.json")}
-    assert timed == {folder for folder in folders if folder.parent.name == "cumulative_lora"}
     for folder in folders:
         small_runs.nothing_done_twice(folder)
         assert len(commands(folder)) == 1 + (folder == first)
