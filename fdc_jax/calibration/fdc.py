@@ -1,8 +1,7 @@
 """Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations.
 
     1-4    the caller: trains the task, extracts its features G
-    5-11   FDC.fit_task: 6 mean_and_prototypes, pca, moments; 7 foreign_residuals; 9 filtered;
-           10 moments
+    5-11   FDC.fit_task: 6 mean_and_prototypes, pca; 6, 10 moments; 7 foreign_residuals; 9 filtered
     12, 13 FDC.finalize: fit_foreign
     14-20  FDC.score: 14, 16 measure; 17, 18 fuse; 20 calibrator.Scores
 
@@ -36,8 +35,8 @@ SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
 # A share of the variance this close to eta counts as reached: only rounding separates them.
 VARIANCE_TOLERANCE = 1e-6
-# Tasks that `measure` takes at once: two fit into the caches of a CPU, and memory does not grow.
-TASKS_AT_ONCE = 2
+# Tasks at once: two in `measure` fit into the caches of a CPU; line 7 has one shape for any number.
+TASKS_AT_ONCE, EARLIER_AT_ONCE = 2, 4
 
 
 # Statistics of a task (line 6) --------------------------------------------------------------------
@@ -195,11 +194,15 @@ def standardised(values: Any, moments: Any) -> Any:
 
 
 def foreign_residuals(view: Blocks, earlier: Sequence[View]) -> Float[np.ndarray, "earlier n"]:
-    """Returns u_j of features for every earlier task j (line 7)."""
-    subspaces = packed.subspaces(earlier, padded_size(len(earlier), 8))
-    by_block = compiled.map_blocks(lambda block: residual_ratios(block, *subspaces), view)
-    ratios = view.gather(by_block)[:, : len(earlier)]
-    return standardised(ratios, np.array([of.residual for of in earlier], np.float32)).T.copy()
+    """Returns u_j of features for every earlier task j (line 7), a few tasks at a time."""
+    groups = []
+    for first in range(0, len(earlier), EARLIER_AT_ONCE):
+        group = earlier[first : first + EARLIER_AT_ONCE]
+        means, bases = packed.subspaces(group, EARLIER_AT_ONCE)
+        kernel = partial(residual_ratios, means=means, bases=bases)
+        ratios = view.gather(compiled.map_blocks(kernel, view))[:, : len(group)]
+        groups.append(standardised(ratios, np.array([of.residual for of in group], np.float32)).T)
+    return np.concatenate(groups)
 
 
 # Likelihood and fusion (lines 13, 17 and 18) ------------------------------------------------------
@@ -320,8 +323,7 @@ class FDC(Calibrator):
         super().__init__()
         self.settings = Settings(**settings)
         self.tasks: list[Task] = []
-        # F^v by view: u_j of each task's features, one row for each earlier task j, from the second
-        # task on; None once released.
+        # F^v by view: u_j of every task from the second on, by earlier task j; None once released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
         self.references: list[Foreign] = []  # by view; empty before `finalize`
 
@@ -337,9 +339,9 @@ class FDC(Calibrator):
         bases = pca(blocks, rows, [mean for mean, _ in pairs], self.settings.retained_energy)
         views = [View(mean, basis, p) for (mean, p), basis in zip(pairs, bases, strict=True)]
         # The task against itself; the moments in `alone` are placeholders, not used here.
-        gamma, heads = self.settings.attenuation, [given.head]
-        alone = pack([Task(views)], [given.counts], heads, gamma, pad=False)
-        own = blocks[0].gather(self._measured(blocks, alone, heads))
+        gamma, head = self.settings.attenuation, [given.head]
+        alone = pack([Task(views)], [given.counts], head, gamma, pad=False)
+        own = blocks[0].gather(self._measured(blocks, alone, head))
         for index, (view, measured) in enumerate(zip(views, own, strict=True)):
             residual, (mean, std) = moments(measured.residual), moments(measured.distance)
             views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
@@ -369,8 +371,8 @@ class FDC(Calibrator):
         given = inputs.score_views(adapted, pretrained, self.widths, needed)
         blocks, count = compiled.blocks_of(given), len(given)
         measured = self._measured(blocks, self._packed[:count], self.heads)
-        references, settings = self.references[:count], self.settings
-        return Terms(blocks[0], measured, self._packed[:count], references, settings, self.classes)
+        fitted = self._packed[:count], self.references[:count], self.settings
+        return Terms(blocks[0], measured, *fitted, self.classes)
 
     @cached_property
     def _packed(self) -> list[PackedTasks]:
@@ -379,8 +381,8 @@ class FDC(Calibrator):
 
     def _measured(self, blocks: Sequence[Blocks], tasks: list[PackedTasks], heads: Any) -> Any:
         """Returns measurements by block and view."""
-        settings, normalised = self.settings, heads[0].affine.normalised
-        how = settings.attenuation, settings.neighbours, normalised
+        gamma, neighbours = self.settings.attenuation, self.settings.neighbours
+        how = gamma, neighbours, heads[0].affine.normalised
 
         def of_block(*views: Array) -> list[Measured]:
             return [measure(view, of, *how) for view, of in zip(views, tasks, strict=True)]
@@ -394,11 +396,9 @@ class FDC(Calibrator):
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
         """Returns the scores of `COMPONENTS`; those of one view only if there are two."""
         terms = self.terms(adapted, pretrained)
-        return {
-            name: terms.fuse(**switches)
-            for name, switches in COMPONENTS.items()
-            if len(terms.tasks) == 2 or not name.endswith("_view")
-        }
+        both = len(terms.tasks) == 2
+        names = [name for name in COMPONENTS if both or not name.endswith("_view")]
+        return {name: terms.fuse(**COMPONENTS[name]) for name in names}
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Terms.by_class`."""
