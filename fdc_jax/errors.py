@@ -51,7 +51,8 @@ class StopRequest:
     def poll(self) -> None:
         """Raises `Interrupted` if the run shall stop."""
         if number := self.agree(self.signal):
-            raise Interrupted(f"stopped by {signal.Signals(number).name}")
+            name = signal.Signals(number).name
+            raise Interrupted(f"stopped by {name}; the same command resumes")
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ from fdc_jax.run.progress import Progress
 
 # Most images that are printed, and shown on the page.
 _PRINTED, _ON_PAGE = 10, 100
+# Of a run that answers before its training.
+_UNFINISHED = "training is not finished: answers by features of the pretrained encoder alone"
 # Numbers of answers by true class, "" if it is unknown, and answer.
 _Answers = collections.defaultdict[str, collections.Counter[str]]
 
@@ -141,7 +143,7 @@ def _notes(predictions: Predictions) -> Iterator[str]:
     """Yields lines on missing tasks, on the calibrator that answers, and on the others."""
     run, method = predictions.run, predictions.method
     if predictions.before_training:
-        yield "training is not finished: answers by features of the pretrained encoder alone"
+        yield _UNFINISHED
     if predictions.num_tasks < run.num_tasks:
         yield (
             f"the run has learned {predictions.num_tasks} of its {run.num_tasks} tasks; it knows "
@@ -221,6 +223,7 @@ def _page(
         benchmark=run.config["benchmark"],
         num_tasks=predictions.num_tasks,
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
+        notice=_UNFINISHED if predictions.before_training else "",
         method=METHODS[method].title,
         accuracy=(run.results or {"accuracy": {}})["accuracy"].get(method),
         labelled=sum(said.total() for true, said in answers.items() if true),

@@ -174,5 +174,7 @@ def describe(setup: Setup, num_seeds: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time in hours or minutes, in words."""
+    """Returns a time in hours, minutes or seconds, in words."""
+    if seconds < 60:
+        return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"

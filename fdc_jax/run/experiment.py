@@ -68,7 +68,9 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
         before = devices.peak_memory()
         features, extracted = extract(work, task, encoder, heads[task])  # line 4
         memory: dict[str, Any] = {"extraction": devices.peak_rise(before)}
-        fitted, memory["fit"] = fit(calibrators, features)  # lines 5 to 13
+        still = task > 0 and not learner.trains  # The encoder before the task is the same.
+        given = features._replace(previous=features.adapted) if still else features
+        fitted, memory["fit"] = fit(calibrators, given)  # lines 5 to 13
         took |= extracted | fitted
         store.keep(task, calibrators, features)
         store.event("statistics", task=task, **took)

@@ -90,6 +90,7 @@ def test_predictions_are_filtered_and_sorted_without_a_script(browser, tmp_path)
     text = page_of.render_predictions(
         *("slca", "birds"),
         **numbers,
+        notice="",
         method="class Gaussians",
         accuracy=91.2,
         reliability={names[0]: 90.0},

@@ -26,7 +26,7 @@ def test_a_stopped_and_killed_run_ends_with_the_same_numbers(whole, tmp_path, ca
     small_runs.wait_for(workdir, "epoch", process)
     process.send_signal(signal.SIGTERM)
     _, beginning = finish(process, expected=75)
-    assert beginning.splitlines()[-1] == "fdc_jax.run: stopped by SIGTERM"
+    assert beginning.splitlines()[-1] == "fdc_jax.run: stopped by SIGTERM; the same command resumes"
     assert "about" in beginning and "left" in beginning
     process = start(workdir, "--quiet", cache=cache)
     small_runs.wait_for(workdir, "statistics", process)
@@ -158,7 +158,7 @@ def test_signals_count_from_the_start(tmp_path, cache):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = finish(process, expected=75)
-    assert errors.splitlines()[-1] == "fdc_jax.run: stopped by SIGINT"
+    assert errors.splitlines()[-1] == "fdc_jax.run: stopped by SIGINT; the same command resumes"
     assert "Traceback" not in errors
 
 

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 import fdc_jax
+from fdc_jax import predict
 from fdc_jax.errors import Interrupted, StopRequest
 from fdc_jax.features import feature_files
 from fdc_jax.run import seeds
@@ -37,7 +38,7 @@ def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, whole, tmp_pat
     ]
 
 
-def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys):
+def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys, caplog):
     class Stop(StopRequest):
         def __init__(self):
             super().__init__()
@@ -50,7 +51,13 @@ def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys):
     assert accuracy == results(frozen)["accuracy"]["gaussians"]
     text = f"without training: {accuracy:.1f} %; training on top takes about "
     assert text in capsys.readouterr().err
-    known = fdc_jax.open_run(frozen)
+    assert "without drift compensation" not in caplog.text
+    known, page = fdc_jax.open_run(frozen), tmp_path / "page.html"
+    files = small_runs.test_files(known, tmp_path / "images")
+    words = [str(folder), str(files[0]), f"--html={page}", f"--output={tmp_path / 'a.csv'}"]
+    assert predict.main(words) == 0
+    said = "raining is not finished: answers by features of the pretrained encoder alone"
+    assert f"t{said}" in capsys.readouterr().err and f"T{said}." in page.read_text()
     images = known.test_images(np.arange(8))
     before, expected = fdc_jax.open_run(folder).predict(images), known.predict(images)
     columns = ["class", "confidence", "typicality"]
