@@ -76,7 +76,13 @@ def _program() -> Program:
 
 def _values(kind: type, text: str) -> list[Any]:
     """Returns the numbers of a flag, separated by commas."""
-    return [kind(word) for word in text.split(",")]
+    try:
+        return [kind(word) for word in text.split(",")]
+    except ValueError:
+        example = "1,2" if kind is int else "0.3,0.5"
+        raise argparse.ArgumentTypeError(
+            f"expected numbers such as {example}, found {text!r}"
+        ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

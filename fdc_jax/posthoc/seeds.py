@@ -1,11 +1,14 @@
 """Feature files as seeds of one run, and the report about them."""
 
+import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Int
 from tabulate import tabulate
 
 from fdc_jax import evaluation
@@ -40,6 +43,8 @@ def write_run(
         features: its content.
         outcomes: by name, `raw` among them.
     """
+    if features.test_labels is None:
+        raise InputError(f"{source}: no test_labels, which a report needs")
     stored = folder / "features"
     if folder.exists():
         config = folder / "config.json"
@@ -50,17 +55,23 @@ def write_run(
         elif stored.exists():
             shutil.rmtree(stored)
     folder.mkdir(parents=True, exist_ok=True)
-    labels: Any = features.test_labels
-    tasks = features.test_tasks
-    scores = {name: outcome.scores for name, outcome in outcomes.items()}
-    measured = evaluation.measure(scores, labels, tasks)
+    labels, tasks = features.test_labels, features.test_tasks
+    sizes = [len(task.classes) for task in features.tasks]
+    # Runs count classes from 0 in the order of tasks.
+    order = np.concatenate([task.classes for task in features.tasks])
+    positions = np.split(np.arange(len(order)), np.cumsum(sizes)[:-1])
+    scores = {
+        name: dataclasses.replace(outcome.scores, classes=positions)
+        for name, outcome in outcomes.items()
+    }
+    by_position = _positions(order, labels)
+    measured = evaluation.measure(scores, by_position, tasks)
     components, config = {}, {}
     if FDC.name in outcomes:
         fdc: Any = outcomes[FDC.name]
         parts, settings = fdc.components.items(), vars(fdc.calibrator.settings).items()
         components = {name: evaluation.accuracy(labels, of.label) for name, of in parts}
         config = {f"fdc.{name}": value for name, value in settings}
-    sizes = [len(task.classes) for task in features.tasks]
     fields = {"benchmark": name, "learner.name": LEARNER, **config}
     beside = {"weights sha256": "0" * 64, "classes of planned tasks": sizes}
     storage = {name: outcome.calibrator.storage_bytes for name, outcome in outcomes.items()}
@@ -68,6 +79,7 @@ def write_run(
         **{"benchmark": name, "learner": LEARNER, "seed": seed},
         **{"num_tasks": len(sizes), "num_classes": sum(sizes), "num_test_images": len(labels)},
         **measured,
+        "class_names": [str(label) for label in order],
         "components": components,
         "curve": [{"task": len(sizes) - 1, "components": components, **measured}],
         "fdc_storage_bytes": storage.get(FDC.name),
@@ -79,17 +91,36 @@ def write_run(
         "versions": versions(),
     }
     write_json(folder / "config.json", fields | beside)
-    if source.is_dir():
-        stored.symlink_to(source.resolve())
+    arrays = read_npz(source) if source.is_file() else {}
+    for path in source.glob("*.npy"):  # A folder keeps its features where they are.
+        arrays[path.stem] = np.load(path, mmap_mode="r")
+    named = [name for name in arrays if "labels" in name or "classes" in name]
+    arrays |= {name: _positions(order, arrays[name]) for name in named}
+    if source.is_file():
+        feature_files.write(stored, arrays)
     else:
-        feature_files.write(stored, read_npz(source))
-    write_npz(folder / "predictions.npz", evaluation.predictions(scores, labels, tasks))
+        stored.mkdir()
+        for path in source.iterdir():
+            if path.stem not in named:
+                (stored / path.name).symlink_to(path.resolve())
+        for name in named:
+            np.save(stored / f"{name}.npy", arrays[name])
+    write_npz(folder / "predictions.npz", evaluation.predictions(scores, by_position, tasks))
     write_json(folder / "results.json", results)
+
+
+def _positions(order: Int[np.ndarray, " c"], labels: Any) -> Int[np.ndarray, " n"]:
+    """Returns the positions of labels in the order of classes."""
+    sorter = np.argsort(order)
+    return sorter[np.searchsorted(order, np.asarray(labels), sorter=sorter)].astype(np.int32)
 
 
 def show(folders: Sequence[Path], sweep: Mapping[str, list[Any]], names: Sequence[str]) -> None:
     """Prints the table of calibrators of some runs, and tables of the report by their names."""
-    ((group,), _) = runs.load(folders)
+    groups, skipped = runs.load(folders)
+    if len(groups) != 1:
+        raise InputError("; ".join(map(str, skipped.values())) or "files of different settings")
+    (group,) = groups
     runs.analyse(group, sweep)
     console.show(group)
     for table in tables.build([group]):

@@ -106,6 +106,8 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
     columns, best = predictions(run), group.leading.get("best", "raw")
     label, chosen = columns["label"], columns[f"{best}_label"]
     wrong, unlike = np.flatnonzero(chosen != label), _unlike(run, len(label))
+    if "encoder" not in run.results:
+        return classes._replace(number=len(wrong), missing="Features of other code have no images.")
     rows = pictures.spaced(wrong[np.argsort(label[wrong], kind="stable")], MOST)
     rows, shown = np.concatenate([unlike[:UNLIKE], rows]), []
     for block in np.split(rows, range(_BLOCK, len(rows), _BLOCK)):

@@ -66,6 +66,8 @@ def load(run: Any) -> Pictures:
         run: one seed, as `fdc_jax.open_run` returns it.
     """
     columns, kinds = predictions(run), ("", "raw_", "fdc_")
+    if "encoder" not in run.results:
+        return Pictures(missing="Features of other code have no images.")
     if not {f"{kind}{part}" for kind in kinds for part in ("label", "task")} <= columns.keys():
         return Pictures(missing="The run kept no predictions of FDC.")
     label, task = columns["label"], columns["task"]

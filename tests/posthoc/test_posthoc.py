@@ -338,6 +338,32 @@ def test_files_are_seeds_of_one_report(source, arrays, tmp_path):
     assert {path.name for path in other.iterdir()} == {f"{name}.npy" for name in arrays}
 
 
+def test_labels_may_be_any_integers(source, arrays, tmp_path):
+    """A report of other labels has the same numbers, and names classes by the labels."""
+    renamed = {
+        name: 100 - 7 * array if "labels" in name or "classes" in name else array
+        for name, array in arrays.items()
+    }
+    order = np.concatenate([np.unique(arrays[f"train_labels_{task}"]) for task in range(3)])
+    for task in range(3):  # The rows of heads stay in the order of the labels before.
+        own = np.unique(arrays[f"train_labels_{task}"])
+        renamed[f"head_classes_{task}"] = 100 - 7 * own
+    np.savez(tmp_path / "renamed.npz", **renamed)
+    tables = []
+    for path in (source, tmp_path / "renamed.npz"):
+        output = tmp_path / f"report_{path.stem}"
+        assert run(path, "--method=fdc,gaussians", f"--output={output}", "--quiet")[0] == 0
+        text = (output / "tables" / "calibrators.csv").read_text()
+        tables.append([line.partition(",")[2] for line in text.splitlines()])
+        results = json.loads((output / "seed_1" / "results.json").read_text())
+    assert tables[0] == tables[1]
+    assert results["class_names"] == [str(100 - 7 * label) for label in order]
+    page = (output / "report.html").read_text(encoding="utf-8")
+    assert "could not be read" not in page
+    line = "--attenuation: expected numbers such as 0.3,0.5, found 'abc'"
+    assert line in run("x.npz", "--attenuation=abc")[2]
+
+
 def test_no_run_is_overwritten(source, tmp_path):
     for content in ({}, {"learner.name": "slca"}):
         (tmp_path / "seed_1").mkdir(exist_ok=True)

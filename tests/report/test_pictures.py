@@ -17,6 +17,7 @@ from tests.report.feature_sets import feature_set
 class Run:
     """What `fdc_jax.open_run` returns, of a stream made up."""
 
+    results = {"encoder": {}}  # that images were taken from
     class_names = ("ant", "bee", "cat", "dog", "emu", "fox", "gnu", "hen", "ibex", "jay")
 
     def __init__(self, folder, calibrator, predictions):
