@@ -17,11 +17,11 @@ from tests.report.feature_sets import feature_set
 class Run:
     """What `fdc_jax.open_run` returns, of a stream made up."""
 
-    results = {"encoder": {}}  # that images were taken from
     class_names = ("ant", "bee", "cat", "dog", "emu", "fox", "gnu", "hen", "ibex", "jay")
 
     def __init__(self, folder, calibrator, predictions):
         self.folder, self.fitted, self.predictions = folder, calibrator, predictions
+        self.results = {"encoder": {}}
         self.predictions_file, self.refuse = Path(__file__), False  # one that is there
 
     def calibrator(self, name="fdc"):
