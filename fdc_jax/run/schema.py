@@ -17,6 +17,7 @@ Percent = Annotated[float, Meta(ge=0, le=100.001)]  # means of 100 may exceed it
 Measured = Annotated[float, Meta(ge=0, le=1e15)]  # seconds and the like
 # Text that a terminal, a table or a page may show.
 Name = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$", max_length=1000)]
+Packed = Annotated[str, Meta(pattern="^[A-Za-z0-9+/=]*$")]  # of `evaluation.pack`, of any length
 Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Accuracies = dict[Name, Percent]
 
@@ -65,7 +66,7 @@ class Record(Point):
     calibration_error: NotRequired[Accuracies | None]
     chance_calibration_error: NotRequired[Accuracies | None]
     unlike_learned: NotRequired[Percent | None]
-    labels: NotRequired[dict[Name, Name]]
+    labels: NotRequired[dict[Name, Packed]]
     timing: Timing
     peak_memory: dict[Name, Count | dict[Name, Count | None] | None]
 
