@@ -112,10 +112,10 @@ def test_mistakes_end_with_a_line(words, message, capsys, tmp_path):
 # Runs ---------------------------------------------------------------------------------------------
 
 
-def start(workdir, cache, *words):
+def start(workdir, cache, *words, digits=DIGITS):
     """Starts the command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fdc_jax", "paper", *DIGITS, *SMALL, f"--workdir={workdir}", *words],
+        [sys.executable, "-m", "fdc_jax", "paper", *digits, *SMALL, f"--workdir={workdir}", *words],
         cwd=small_runs.REPOSITORY,
         env=os.environ | {"FDC_JAX_CACHE": str(cache)},
         stdout=subprocess.PIPE,
@@ -166,8 +166,9 @@ def test_a_worker_is_killed_and_two_go_on(tmp_path, cache):
 
 @pytest.mark.ci
 def test_a_failing_run_is_named_and_stops_no_other(tmp_path, cache):
-    words = ["--seeds=1", "--learners=tests.fails_in_loss,cumulative_lora"]
-    _, errors = small_runs.finish(start(tmp_path, cache, *words), expected=2)
+    digits = ["--benchmarks=digits", "--learners=tests.fails_in_loss,cumulative_lora"]
+    process = start(tmp_path, cache, "--seeds=1", digits=digits)
+    _, errors = small_runs.finish(process, expected=2)
     (line,) = [line for line in errors.splitlines() if "failed with code" in line]
     assert line.startswith("fdc_jax.paper: failed with code 2: Digits, ")
     assert "ZeroDivisionError" in line

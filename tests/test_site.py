@@ -78,8 +78,10 @@ def test_the_notation_has_every_setting_of_the_paper():
 
 
 def is_unexpected(output):
-    """Tells whether a cell failed, or warned; what a command says on refusal is expected."""
-    said = output.get("name") == "stderr" and not output["text"][0].startswith("fdc_jax.run: ")
+    """Whether a cell failed or warned; refusals of commands and progress bars are expected."""
+    said = output.get("name") == "stderr" and not output["text"][0].startswith(
+        ("fdc_jax.run: ", "\r")
+    )
     return said or output["output_type"] == "error"
 
 
