@@ -179,7 +179,7 @@ def test_without_test_labels(tmp_path, arrays):
         ("cut.npz", "not a readable .npz file: it is damaged, or ends early"),
         ("source.npz --method=all --calibrator=e.npz", "--calibrator: expected together"),
         ("source.npz --rlc_weight=1,2", "--rlc_weight: expected one value; swept are attenuation"),
-        ("source.npz --attenuation=0.3,x", "--attenuation: invalid"),
+        ("source.npz --attenuation=0.3,x", "--attenuation: expected numbers"),
         (
             "source.npz source.npz --output=o.npz",
             "--output=PATH.npz: expected one file of features",
