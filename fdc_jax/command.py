@@ -155,11 +155,9 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
         console.show(group)
     if config.report:
         try:
-            hosts, target = (
-                {config.benchmark: configuration.of_host(config)},
-                Path(workdir) / "report",
-            )
-            page = report.write([workdir], target, sweep={}, hosts=hosts, quiet=True)
+            hosts = {config.benchmark: configuration.of_host(config)}
+            folder = Path(workdir) / "report"
+            page = report.write([workdir], folder, sweep={}, hosts=hosts, quiet=True)
             lines.append(f"report: {page}")
         except InputError as error:  # the results stand without it
             logging.getLogger(__name__).warning("no report was written: %s", error)

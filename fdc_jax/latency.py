@@ -59,9 +59,7 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
 
     @jax.jit
     def choose(features, tasks):
-        pairs = zip(features, tasks, strict=True)
-        how = of.attenuation, of.neighbours, own.heads[0].affine.normalised
-        measured = [fdc.measure(view, packed, *how) for view, packed in pairs]
+        measured = own.measured(features, tasks, own.heads)
         switches = True, of.rlc_weight, of.pac_weight, False
         scores, rows = fdc.fuse(measured, tasks, terms.log_ratios, weights, switches)
         task = scores[:, : len(first)].argmax(axis=1)

@@ -27,7 +27,13 @@ from jaxtyping import UInt8
 import fdc_jax
 from fdc_jax.calibration import METHODS
 from fdc_jax.errors import InputError, Program, counted, escaped
-from fdc_jax.machine.files import check_writable_file, csv_text, write_atomically, write_text
+from fdc_jax.machine.files import (
+    check_writable_file,
+    csv_text,
+    named_path,
+    write_atomically,
+    write_text,
+)
 from fdc_jax.report import pictures
 from fdc_jax.run.prediction import EVIDENCE, Predictions
 from fdc_jax.run.progress import Progress
@@ -129,7 +135,7 @@ def _classes_by_folder(predictions: Predictions, given: Sequence[str]) -> dict[s
     """
     labels = np.concatenate(predictions.calibrator.classes)
     learned = {unicodedata.normalize("NFC", it): it for it in predictions.class_names[labels]}
-    folders = [Path(path).expanduser() for path in given]
+    folders = [named_path("image", path) for path in given]
     classes = {}
     for name in predictions.images.ids:
         for folder in folders:
@@ -149,7 +155,7 @@ def _notes(predictions: Predictions) -> Iterator[str]:
             f"the run has learned {predictions.num_tasks} of its {run.num_tasks} tasks; it knows "
             "no class of the others"
         )
-    accuracy = (run.results or {"accuracy": {}})["accuracy"]
+    accuracy = _accuracies(predictions)
     if method in accuracy:
         others = [
             f"{accuracy[name]:.1f} % with --method={name}"
@@ -225,7 +231,7 @@ def _page(
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
         notice=_UNFINISHED if predictions.before_training else "",
         method=METHODS[method].title,
-        accuracy=(run.results or {"accuracy": {}})["accuracy"].get(method),
+        accuracy=_accuracies(predictions).get(method),
         labelled=sum(said.total() for true, said in answers.items() if true),
         right=sum(said[true] for true, said in answers.items()),
         reliability=_reliability(predictions),
@@ -233,6 +239,11 @@ def _page(
         unreadable=[_short(name) for name in names],
         shown=shown,
     )
+
+
+def _accuracies(predictions: Predictions) -> dict[str, float]:
+    """Returns the accuracies on the run's test images by calibrator; none of an unfinished run."""
+    return predictions.run.results["accuracy"] if predictions.run.results else {}
 
 
 def _reliability(predictions: Predictions) -> dict[str, float]:

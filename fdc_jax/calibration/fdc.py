@@ -341,7 +341,7 @@ class FDC(Calibrator):
         # The task against itself; the moments in `alone` are placeholders, not used here.
         gamma, head = self.settings.attenuation, [given.head]
         alone = pack([Task(views)], [given.counts], head, gamma, pad=False)
-        own = blocks[0].gather(self._measured(blocks, alone, head))
+        own = blocks[0].gather(self._by_block(blocks, alone, head))
         for index, (view, measured) in enumerate(zip(views, own, strict=True)):
             residual, (mean, std) = moments(measured.residual), moments(measured.distance)
             views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
@@ -370,7 +370,7 @@ class FDC(Calibrator):
         needed = self.settings.pretrained_view_weight > 0.0
         given = inputs.score_views(adapted, pretrained, self.widths, needed)
         blocks, count = compiled.blocks_of(given), len(given)
-        measured = self._measured(blocks, self._packed[:count], self.heads)
+        measured = self._by_block(blocks, self._packed[:count], self.heads)
         fitted = self._packed[:count], self.references[:count], self.settings
         return Terms(blocks[0], measured, *fitted, self.classes)
 
@@ -379,15 +379,15 @@ class FDC(Calibrator):
         # The base class drops it after each change of tasks or heads.
         return pack(self.tasks, self.counts, self.heads, self.settings.attenuation)
 
-    def _measured(self, blocks: Sequence[Blocks], tasks: list[PackedTasks], heads: Any) -> Any:
-        """Returns measurements by block and view."""
+    def measured(self, views: Sequence[Array], tasks: Any, heads: Any) -> list[Measured]:
+        """Returns the measurements of a batch by view, also within other compiled functions."""
         gamma, neighbours = self.settings.attenuation, self.settings.neighbours
         how = gamma, neighbours, heads[0].affine.normalised
+        return [measure(view, of, *how) for view, of in zip(views, tasks, strict=True)]
 
-        def of_block(*views: Array) -> list[Measured]:
-            return [measure(view, of, *how) for view, of in zip(views, tasks, strict=True)]
-
-        return compiled.map_blocks(of_block, *blocks)
+    def _by_block(self, blocks: Sequence[Blocks], tasks: list[PackedTasks], heads: Any) -> Any:
+        """Returns measurements by block and view."""
+        return compiled.map_blocks(lambda *views: self.measured(views, tasks, heads), *blocks)
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 14 to 20)."""

@@ -16,7 +16,7 @@ from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
-from fdc_jax.machine.files import read_json, read_npz, write_json, write_npz
+from fdc_jax.machine.files import read_folder, read_json, read_npz, write_json, write_npz
 from fdc_jax.machine.versions import versions
 from fdc_jax.posthoc.methods import Outcome
 from fdc_jax.report import console, runs, tables
@@ -39,7 +39,7 @@ def write_run(
         folder: receives `config.json`, `results.json`, `predictions.npz` and the features.
         name: stands for the benchmark.
         seed: number of the file, from 1.
-        source: the file, linked if it is a folder.
+        source: the file, whose features are linked if it is a folder.
         features: its content.
         outcomes: by name, `raw` among them.
     """
@@ -91,20 +91,19 @@ def write_run(
         "versions": versions(),
     }
     write_json(folder / "config.json", fields | beside)
-    arrays = read_npz(source) if source.is_file() else {}
-    for path in source.glob("*.npy"):  # A folder keeps its features where they are.
-        arrays[path.stem] = np.load(path, mmap_mode="r")
-    named = [name for name in arrays if "labels" in name or "classes" in name]
-    arrays |= {name: _positions(order, arrays[name]) for name in named}
-    if source.is_file():
-        feature_files.write(stored, arrays)
-    else:
+    arrays = read_folder(source) if source.is_dir() else read_npz(source)
+    renumbered = {
+        name: _positions(order, array)
+        for name, array in arrays.items()
+        if name.startswith(("train_labels", "head_classes", "test_labels"))
+    }
+    if source.is_dir():  # A folder keeps its features where they are.
         stored.mkdir()
-        for path in source.iterdir():
-            if path.stem not in named:
-                (stored / path.name).symlink_to(path.resolve())
-        for name in named:
-            np.save(stored / f"{name}.npy", arrays[name])
+        for name in arrays.keys() - renumbered.keys():
+            (stored / f"{name}.npy").symlink_to((source / f"{name}.npy").resolve())
+        feature_files.write(stored, renumbered)
+    else:
+        feature_files.write(stored, arrays | renumbered)
     write_npz(folder / "predictions.npz", evaluation.predictions(scores, by_position, tasks))
     write_json(folder / "results.json", results)
 

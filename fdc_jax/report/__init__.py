@@ -38,8 +38,8 @@ def write(
         quiet: print nothing.
 
     Raises:
-        InputError: no folder is usable, a file given is not as expected, a package is missing, or
-            `output` cannot be written.
+        InputError: no folder is usable, a file given is not as expected, or `output` cannot be
+            written.
     """
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
     import tqdm

@@ -17,6 +17,7 @@ from fdc_jax import evaluation
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.calibration.familiarity import UNTYPICAL
 from fdc_jax.errors import InputError
+from fdc_jax.machine.files import read_npy
 from fdc_jax.report import formatting, pictures
 from fdc_jax.report.runs import Group, predictions
 
@@ -105,9 +106,10 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
     run: Any = group.runs[0]
     columns, best = predictions(run), group.leading.get("best", "raw")
     label, chosen = columns["label"], columns[f"{best}_label"]
-    wrong, unlike = np.flatnonzero(chosen != label), _unlike(run, len(label))
-    if "encoder" not in run.results:
-        return classes._replace(number=len(wrong), missing="Features of other code have no images.")
+    wrong = np.flatnonzero(chosen != label)
+    if reason := pictures.without_images(run):
+        return classes._replace(number=len(wrong), missing=reason)
+    unlike = _unlike(run, len(label))
     rows = pictures.spaced(wrong[np.argsort(label[wrong], kind="stable")], MOST)
     rows, shown = np.concatenate([unlike[:UNLIKE], rows]), []
     for block in np.split(rows, range(_BLOCK, len(rows), _BLOCK)):
@@ -130,7 +132,7 @@ def _unlike(run: Any, count: int) -> Int[np.ndarray, " k"]:
     paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
     for name in names:
         if METHODS[name].gives_confidence and paths[0].exists():
-            views = [np.load(path) for path in paths if path.exists()]
+            views = [read_npy(path) for path in paths if path.exists()]
             try:
                 typicality = run.calibrator(name).assess(*views)[1]
             except InputError:

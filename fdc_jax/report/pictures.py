@@ -11,6 +11,7 @@ from PIL import Image
 
 from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
+from fdc_jax.machine.files import read_npy
 from fdc_jax.report.runs import predictions
 from fdc_jax.run.prediction import EVIDENCE, parts_of_score
 
@@ -66,8 +67,8 @@ def load(run: Any) -> Pictures:
         run: one seed, as `fdc_jax.open_run` returns it.
     """
     columns, kinds = predictions(run), ("", "raw_", "fdc_")
-    if "encoder" not in run.results:
-        return Pictures(missing="Features of other code have no images.")
+    if reason := without_images(run):
+        return Pictures(missing=reason)
     if not {f"{kind}{part}" for kind in kinds for part in ("label", "task")} <= columns.keys():
         return Pictures(missing="The run kept no predictions of FDC.")
     label, task = columns["label"], columns["task"]
@@ -93,6 +94,11 @@ def load(run: Any) -> Pictures:
     return Pictures(drawn[: len(first)], len(repaired), drawn[len(first) :], len(broken))
 
 
+def without_images(run: Any) -> str:
+    """Returns why a run has no images, which none of `fdc posthoc` has; "" if it has."""
+    return "" if "encoder" in run.results else "Features of other code have no images."
+
+
 def class_name(names: Sequence[str], label: int) -> str:
     """Returns the name of a class by its position, or the position where names are missing."""
     return names[label] if label < len(names) else f"class {label + 1}"
@@ -110,7 +116,7 @@ def _evidence(
     """Returns the evidence for each row; none where it would not explain the predictions."""
     none: list[list[Evidence]] = [[] for _ in rows]
     paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
-    views = [np.load(p, mmap_mode="r")[rows] if p.exists() else None for p in paths]
+    views = [read_npy(path)[rows] if path.exists() else None for path in paths]
     if views[0] is None:
         return none
     try:

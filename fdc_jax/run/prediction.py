@@ -79,8 +79,9 @@ class Predictions:
         named = list(_named(images))
         if not named:
             raise InputError("expected images, found none")
-        self.before_training = run is not run.answering()
-        self.run = run = run.answering()
+        answering = run.answering()
+        self.before_training = answering is not run
+        self.run = run = answering
         self.top, self.method = top, method or run.best_calibrator
         self.images = _NewImages(
             *("images", "", "", np.zeros(len(named), np.int32)),
