@@ -27,6 +27,7 @@ def get_config(learner: str = "cumulative_lora") -> ml_collections.ConfigDict:
     config.benchmark = "league"
     config.classes_per_task = 5
     config.data.source = IMAGES
+    config.data.allow_overlap = True  # CIFAR-100 has a few images in both splits.
     config.encoder.variant = "Ti/16"
     config.encoder.weights = "Ti_16-augreg-i21k-ft-i1k.npz"
     config.encoder.image_size = 128

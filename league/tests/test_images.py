@@ -18,7 +18,7 @@ from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_json, write_manifest
 from league import __main__ as command
-from league import records, submissions
+from league import records, settings, submissions
 from league.images import LIST, write_listed
 from league.page import RECORDS
 from tests import small_runs
@@ -201,5 +201,11 @@ def test_the_images_are_those_of_the_records_in_any_copy(shared_asset, tmp_path)
         )
         splits.append(moved)
     write_listed(tmp_path / "images", splits, read_json(LIST))
-    for split in sources.open_splits("league", tmp_path, source=str(tmp_path / "images")):
+    data = settings.get_config().data
+    for split in sources.open_splits(
+        "league",
+        tmp_path,
+        source=str(tmp_path / "images"),
+        allow_overlap=data.allow_overlap,
+    ):
         assert split.checksum == record["data"][f"{split.split}_sha256"]
