@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from fdc_jax.heads import products
 
 # Rows of a block: few shapes occur, whatever the number of rows.
-ROWS = (8, 64, 512)
+ROWS = (64, 512)
 
 
 def padded_size(size: int, least: int = 1) -> int:
@@ -62,8 +62,8 @@ class Blocks:
 
     def __init__(self, features: Any, shards: int = 1):
         self.features, self.shards, count = features, shards, len(features) // shards
-        fewest, few, many = (max(rows // shards, 1) for rows in ROWS)
-        self.rows = fewest if count <= fewest else few if count < 2 * many else many
+        few, many = (max(rows // shards, 1) for rows in ROWS)
+        self.rows = few if count < 2 * many else many
         self.starts = range(0, max(count, 1), self.rows)
         self.moved: list[Array] = []
         if not isinstance(features, np.memmap | jax.Array):

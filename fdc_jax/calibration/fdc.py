@@ -35,8 +35,8 @@ SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
 # A share of the variance this close to eta counts as reached: only rounding separates them.
 VARIANCE_TOLERANCE = 1e-6
-# Tasks at once: two in `measure` fit into the caches of a CPU; line 7 has one shape for any number.
-TASKS_AT_ONCE, EARLIER_AT_ONCE = 2, 4
+# Tasks at once: two fit into the caches of a CPU, and line 7 has one shape for any number.
+TASKS_AT_ONCE = 2
 
 
 # Statistics of a task (line 6) --------------------------------------------------------------------
@@ -126,8 +126,9 @@ def measure(
 
 def _over_tasks(function: Any, tasks: Any) -> Any:
     """Returns results [n, t, ...] of a function of one task, by `vmap` over a few at a time."""
-    count = len(jax.tree.leaves(tasks)[0])
-    by_task = jax.lax.map(function, tasks, batch_size=min(TASKS_AT_ONCE, count))
+    if len(jax.tree.leaves(tasks)[0]) <= TASKS_AT_ONCE:
+        return jax.vmap(function, out_axes=1)(tasks)
+    by_task = jax.lax.map(function, tasks, batch_size=TASKS_AT_ONCE)
     return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1), by_task)
 
 
@@ -196,9 +197,9 @@ def standardised(values: Any, moments: Any) -> Any:
 def foreign_residuals(view: Blocks, earlier: Sequence[View]) -> Float[np.ndarray, "earlier n"]:
     """Returns u_j of features for every earlier task j (line 7), a few tasks at a time."""
     groups = []
-    for first in range(0, len(earlier), EARLIER_AT_ONCE):
-        group = earlier[first : first + EARLIER_AT_ONCE]
-        means, bases = packed.subspaces(group, EARLIER_AT_ONCE)
+    for first in range(0, len(earlier), TASKS_AT_ONCE):
+        group = earlier[first : first + TASKS_AT_ONCE]
+        means, bases = packed.subspaces(group, TASKS_AT_ONCE)
         kernel = partial(residual_ratios, means=means, bases=bases)
         ratios = view.gather(compiled.map_blocks(kernel, view))[:, : len(group)]
         groups.append(standardised(ratios, np.array([of.residual for of in group], np.float32)).T)
