@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 import tarfile
@@ -14,7 +15,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.machine.files import foreign, open_regular, write_folder_atomically
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
-# Files of images are hardly compressible: more is a bomb.
+# Image files are hardly compressible: an archive that grows more is an attack on the disk.
 _LARGEST_RATIO, _ALWAYS_ALLOWED = 100, 2**28  # bytes unpacked per byte of the archive; bytes
 
 
@@ -30,8 +31,8 @@ def unpack(archive: Path, cache: Path) -> Path:
     The folder's name depends on path, size and modification time of the archive.
 
     Raises:
-        InputError: the file is no archive, is damaged, would write outside the folder, or is so
-            large when unpacked that the disk is too small or it can be no archive of images.
+        InputError: the file is no archive, is damaged, would write outside the folder, or would
+            need more than the free disk or `_LARGEST_RATIO` times its size.
     """
     status = archive.stat()
     state = f"{os.path.abspath(archive)} {status.st_size} {status.st_mtime_ns}"
@@ -42,10 +43,8 @@ def unpack(archive: Path, cache: Path) -> Path:
     with write_folder_atomically(folder) as unfinished:
         room = shutil.disk_usage(unfinished).free
         allowed = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * status.st_size)
-        size = 0
         try:
-            for number in _extracted(archive, unfinished):
-                size += number
+            for size in itertools.accumulate(_extracted(archive, unfinished)):
                 if size > min(room, allowed):
                     limit = f"the {room:,} that are free" if room < allowed else f"{allowed:,}"
                     raise InputError(f"{archive}: expected at most {limit} bytes when unpacked")
@@ -62,7 +61,7 @@ def unpack(archive: Path, cache: Path) -> Path:
 
 
 def _extracted(archive: Path, destination: Path) -> Iterator[int]:
-    """Unpacks an archive file by file; yields the size of each before it is written."""
+    """Unpacks an archive file by file; yields the size of a file before it is written."""
     with open_regular(archive) as file:
         start = file.read(1024)
     if start.startswith(b"PK\x03\x04") or zipfile.is_zipfile(archive):

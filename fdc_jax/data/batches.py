@@ -1,6 +1,6 @@
 """Batches of images, decoded ahead in threads, as a pure function of seed, task, epoch and step.
 
-A counter-based generator draws everything random from (seed, task, epoch): neither the number of
+A counter-based generator draws all random numbers from (seed, task, epoch). Neither the number of
 threads nor the step at which a run resumes changes a batch.
 """
 
@@ -51,8 +51,8 @@ class Batch(NamedTuple):
 class ByteCache:
     """Pixels under keys that start with their kind, up to a limit in bytes; for many threads.
 
-    Pixels are kept if they fit, and never dropped for others: every epoch reads images in a new
-    order, in which the oldest is as useful as any.
+    Pixels are kept if they fit, and never replaced: every epoch reads images in a new order, so
+    that the oldest are as useful as others.
     """
 
     def __init__(self, max_bytes: int):
@@ -72,13 +72,13 @@ class ByteCache:
                 self.room -= pixels.nbytes
 
     def forget(self, kind: str) -> None:
-        """Drops all pixels of a kind, which makes room for others."""
+        """Removes all pixels of a kind."""
         with self._lock:
             for key in [key for key in self._pixels if key[0] == kind]:
                 self.room += self._pixels.pop(key).nbytes
 
 
-# Maps a row of the indices to its transformed image.
+# Maps a row of `_Batches.indices` to its transformed image.
 _Transform = Callable[[int], UInt8[np.ndarray, "s s 3"]]
 
 
@@ -87,14 +87,15 @@ class _Batches:
     """Batches in order, decoded ahead in threads; nothing is read before iteration."""
 
     dataset: Dataset
-    indices: Int[np.ndarray, " n"]  # of the images in `dataset`
-    labels: Any  # label of each index; None: those of `dataset`
+    indices: Int[np.ndarray, " n"]  # into `dataset`
+    labels: Any  # label of every index; None: the labels of `dataset`
     batch_size: int
     _: dataclasses.KW_ONLY
     image_size: int  # side in pixels
     workers: int = 0  # number of decoding threads; 0: one per core
     own_rows: Bool[np.ndarray, " b"] | None = None  # rows of this process in a batch; None: all
-    decoded: ByteCache | None = None  # keeps decoded images, before any transform
+    # Keeps decoded images, before any transform.
+    decoded: ByteCache = dataclasses.field(default_factory=lambda: ByteCache(0))
     input_wait_seconds: float = dataclasses.field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +110,7 @@ class _Batches:
         return -(-len(self.indices) // self.batch_size)
 
     def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
-        """Yields the rows of the indices of each batch, and the transform of their images."""
+        """Yields the rows of `indices` in every batch, and the transform of their images."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
@@ -128,14 +129,13 @@ class _Batches:
     def _start(
         self, pool: ThreadPoolExecutor, rows: Int[np.ndarray, " m"], transform: _Transform
     ) -> tuple[Batch, list[Future[None]]]:
-        """Starts filling a batch; images in rows of other processes stay uninitialised."""
+        """Returns a batch and the jobs that fill it; rows of other processes stay black."""
         shape = (self.batch_size, self.image_size, self.image_size, 3)
         batch = Batch(
-            np.empty(shape, np.uint8),
+            np.zeros(shape, np.uint8),
             np.zeros(self.batch_size, np.int32),
             np.zeros(self.batch_size, np.float32),
         )
-        batch.images[len(rows) :] = 0
         batch.labels[: len(rows)] = self.labels[rows]
         batch.weights[: len(rows)] = 1.0
 
@@ -151,6 +151,7 @@ class _Batches:
         return batch, [pool.submit(fill, job) for job in jobs]
 
     def _finish(self, batch: Batch, jobs: list[Future[None]]) -> Batch:
+        """Returns a batch when its jobs are done, and counts the seconds of waiting."""
         start = time.perf_counter()
         for job in jobs:
             job.result()
@@ -158,9 +159,7 @@ class _Batches:
         return batch
 
     def _image(self, index: int) -> Image.Image:
-        """Returns a decoded image, from the cache if it is there."""
-        if self.decoded is None:
-            return self.dataset.image(index)
+        """Returns a decoded image, from `decoded` if it is there."""
         key = ("decoded", self.dataset.name, self.dataset.split, index)
         if (pixels := self.decoded.get(key)) is not None:
             return Image.fromarray(pixels)
@@ -192,15 +191,13 @@ class TrainBatches(_Batches):
         return self.epochs * self.steps_per_epoch
 
     def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
-        epoch = -1
         for step in range(self.start_step, self.num_steps):
-            if step // self.steps_per_epoch != epoch:
-                epoch = step // self.steps_per_epoch
-                n = len(self.indices)
-                order = epoch_permutation(n, self.seed, self.task, epoch)
-                transform = self._transform(epoch_uniforms(n, self.seed, self.task, epoch))
-            start = (step % self.steps_per_epoch) * self.batch_size
-            yield order[start : start + self.batch_size], transform
+            epoch, position = divmod(step, self.steps_per_epoch)
+            if position == 0 or step == self.start_step:
+                drawn = len(self.indices), self.seed, self.task, epoch
+                order, uniforms = epoch_permutation(*drawn), epoch_uniforms(*drawn)
+            rows = order[position * self.batch_size :][: self.batch_size]
+            yield rows, self._transform(uniforms)
 
     def _transform(self, uniforms: Float[np.ndarray, "n k"]) -> _Transform:
         size, scale, flip = self.image_size, self.crop_scale, self.flip
@@ -213,7 +210,8 @@ class TrainBatches(_Batches):
 class EvaluationBatches(_Batches):
     """Images with the test transform, in the order of the indices; the last batch is padded."""
 
-    cache: ByteCache | None = None  # keeps transformed images
+    # Keeps transformed images.
+    cache: ByteCache = dataclasses.field(default_factory=lambda: ByteCache(0))
 
     def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
         rows = np.arange(len(self.indices))
@@ -223,11 +221,9 @@ class EvaluationBatches(_Batches):
     def _transform(self, row: int) -> UInt8[np.ndarray, "s s 3"]:
         index = int(self.indices[row])
         key = ("transformed", self.dataset.name, self.dataset.split, self.image_size, index)
-        pixels = self.cache.get(key) if self.cache else None
-        if pixels is None:
+        if (pixels := self.cache.get(key)) is None:
             pixels = images.evaluation_transform(self._image(index), self.image_size)
-            if self.cache:
-                self.cache.put(key, pixels)
+            self.cache.put(key, pixels)
         return pixels
 
 

@@ -66,9 +66,6 @@ ARCHIVES = {
 }
 
 
-# Classes and tasks --------------------------------------------------------------------------------
-
-
 def class_order(num_classes: int, seed: int) -> Int[np.ndarray, " c"]:
     """Returns the class labels in order of arrival (PILOT: seed 1993).
 
@@ -81,32 +78,24 @@ def class_order(num_classes: int, seed: int) -> Int[np.ndarray, " c"]:
 
 
 def named_order(class_names: Sequence[str], names: Sequence[str]) -> Int[np.ndarray, " c"]:
-    """Returns the class labels in the order of `names`.
-
-    Raises:
-        InputError: classes are missing, repeated or unknown.
-    """
-    odd = sorted({*names} ^ {*class_names}) or [n for n in names if list(names).count(n) > 1]
-    if odd:
+    """Returns the class labels in the order of `names`; InputError unless they are the classes."""
+    repeated = [name for name in names if list(names).count(name) > 1]
+    if odd := sorted({*names} ^ {*class_names}) or repeated:
         raise InputError(
             f"config.class_order: expected each of the {len(class_names)} classes once, found "
-            f"otherwise {', '.join(map(str, odd[:5]))}"
+            f"otherwise {', '.join(odd[:5])}"
         )
-    label = {name: index for index, name in enumerate(class_names)}
-    return np.array([label[name] for name in names])
+    return np.array([class_names.index(name) for name in names])
 
 
 def task_sizes(
     name: str, num_classes: int, wanted: int | Sequence[int] = 0, earlier: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Returns the number of classes of each task of a data set.
+    """Returns the number of classes of each task; InputError if the sizes do not add up.
 
-    `wanted` are the numbers, or one number for all tasks, of which the last may have fewer; 0 is
-    the benchmark's number, or for other data a fifth of the classes, at least 2. The sizes of
-    tasks of an earlier process stay if `wanted` is one number.
-
-    Raises:
-        InputError: the sizes do not add up.
+    `wanted` has the sizes, or is one size for all tasks (the last may be smaller); 0 is the
+    benchmark's size, or for other data a fifth of the classes, at least 2. Sizes of tasks of an
+    earlier process stay if `wanted` is one number.
     """
     field = "config.classes_per_task: expected"
     if not isinstance(wanted, int):
@@ -122,9 +111,10 @@ def task_sizes(
         return tuple(wanted)
     if wanted > num_classes:
         raise InputError(f"{field} at most the {num_classes} classes of {name}, found {wanted}")
-    own = BENCHMARKS[name].classes_per_task if name in BENCHMARKS else max(2, -(-num_classes // 5))
-    # Later classes do not change the size chosen at first.
-    size = wanted or (earlier[0] if earlier and name not in BENCHMARKS else own)
+    default = max(2, -(-num_classes // 5))
+    if name in BENCHMARKS:
+        default = BENCHMARKS[name].classes_per_task
+    size = wanted or (*earlier, default)[0]  # Later classes do not change the size chosen at first.
     starts = range(sum(earlier), num_classes, size)
     return (*earlier, *(min(size, num_classes - start) for start in starts))
 
@@ -135,17 +125,15 @@ def verify(
     test_labels: Int[np.ndarray, " m"],
     class_names: Sequence[str],
 ) -> None:
-    """Checks classes and class indices of whole splits; those of a benchmark against the table.
+    """Checks the classes of whole splits, and the counts of a benchmark against the table.
 
     Raises:
         InputError: a class has no training images or an unprintable name, or a count differs from
             the table's.
     """
-    if odd := [
-        escaped(class_name) for class_name in class_names if escaped(class_name) != class_name
-    ]:
+    if odd := [escaped(text) for text in class_names if escaped(text) != text][:10]:
         raise InputError(
-            f"{name}: expected class names without control characters, found {', '.join(odd[:10])}"
+            f"{name}: expected class names without control characters, found {', '.join(odd)}"
         )
     missing = np.setdiff1d(np.arange(len(class_names)), train_labels)[:10]
     if len(missing):

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -48,7 +48,7 @@ class Skipped:
         return texts
 
     def text(self, limit: int = 3) -> str:
-        """Returns the same in one line."""
+        """Returns the counts in one line."""
         return "; ".join(f"{reason}: {text}" for reason, text in self.counts(limit).items())
 
 
@@ -73,11 +73,12 @@ class Dataset:
 
     def image(self, index: int) -> Image.Image:
         """Returns a decoded image; raises InputError if it cannot be read."""
-        return images.decode(self.read(index), self.describe(index), self.upright)
+        description = f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
+        return images.decode(self.read(index), description, self.upright)
 
     @functools.cached_property
     def checksum(self) -> str:
-        """SHA-256 of names, labels and pixels, 64 hexadecimal digits, whatever their order."""
+        """SHA-256 of names, labels and pixels in any order, 64 hexadecimal digits."""
         digest = hashlib.sha256(json.dumps(list(self.class_names)).encode())
         for name, label, pixels in self._records():
             digest.update(os.fsencode(f"\n{name}\t{label}\t{pixels.hex()}"))
@@ -85,10 +86,6 @@ class Dataset:
 
     def _records(self) -> list[tuple[str, int, bytes]]:
         return sorted(zip(self.ids, self.labels.tolist(), self.pixel_hashes(), strict=True))
-
-    def describe(self, index: int) -> str:
-        """Returns the name of an image for an error message."""
-        return f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
 
 
 def class_checksums(*splits: Dataset) -> dict[str, str]:
@@ -99,11 +96,6 @@ def class_checksums(*splits: Dataset) -> dict[str, str]:
             line = f"{split.split}\t{name}\t{pixels.hex()}\n"
             digests[split.class_names[label]].update(os.fsencode(line))
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
-
-
-def split_name(split: str, names: Container[str]) -> str:
-    """Returns the name of the split "train" or "test" among the names of a source's splits."""
-    return next((name for name in TEST_NAMES if split == "test" and name in names), split)
 
 
 def default_workers() -> int:

@@ -9,21 +9,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import unicodedata
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, images
 from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import open_regular, read_object, write_json
+from fdc_jax.machine.files import open_regular, read_json, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tif
 if images.HEIC:
     IMAGE_SUFFIXES += (".heic", ".heif")
 # Folders of operating systems; so are all names with a leading dot.
-_OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+_SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 _LARGEST = 2**30  # bytes of a file of an image
 _LAYOUTS = (
     "train/CLASS/IMAGE and test/CLASS/IMAGE, or CLASS/IMAGE with config.data.test_share above 0"
@@ -41,6 +43,7 @@ _LAYOUTS = (
 _DEAD, _EMPTY, _SINGLE = "dead links", "class folders without images", "classes of one image alone"
 
 _Parts = tuple[str, ...]  # names of a path below the folder of a search, in Unicode's form NFC
+_Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class ImageFile(NamedTuple):
@@ -80,8 +83,8 @@ def open_folder(
             splits, partition = divide(every, test_share, skipped), f"{test_share:g} of each class"
     except InputError as error:
         raise InputError("; ".join(filter(None, (f"{root}: {error}", skipped.text())))) from error
-    wrong = {it: skipped.paths[it] for it in (_DEAD, _EMPTY, _SINGLE) if it in skipped.paths}
-    if wrong:
+    reasons = skipped.paths.keys() & {_DEAD, _EMPTY, _SINGLE}
+    if wrong := {reason: skipped.paths[reason] for reason in sorted(reasons)}:
         raise InputError(f"{root}: expected images in every class, found {Skipped(wrong).text(99)}")
     class_names = tuple(sorted({file.class_name for split in splits.values() for file in split}))
     labels = {
@@ -126,31 +129,23 @@ def content(path: Path) -> bytes:
     """Returns the bytes of an image file; raises InputError if they cannot be read."""
     try:
         with open_regular(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
-                raise InputError(
-                    f"{path}: expected an image of at most 1 GiB, found {size:,} bytes"
-                )
-            return file.read()
+            size = os.fstat(file.fileno()).st_size
+            if size <= _LARGEST:
+                return file.read()
     except OSError as error:
         raise InputError(f"{path}: cannot read: {error.strerror}") from error
-
-
-# Search -------------------------------------------------------------------------------------------
-
-
-def _visible(name: str) -> bool:
-    return not name.startswith(".") and name not in _OF_SYSTEMS
+    raise InputError(f"{path}: expected an image of at most 1 GiB, found {size:,} bytes")
 
 
 def _search(root: Path, skipped: Skipped) -> tuple[dict[Path, _Parts], set[_Parts]]:
     """Returns the images and the folders at and below a folder.
 
-    Every folder is met once, by its own path rather than by a link. A folder that cannot be read
-    raises its OSError.
+    Every folder is searched once, by its own path rather than by a link. A folder that cannot be
+    read raises its OSError.
     """
     files: dict[Path, _Parts] = {}
-    met: dict[tuple[int, int], _Parts] = {}
-    folders: collections.deque[tuple[Path, _Parts]] = collections.deque([(root, ())])
+    met: dict[tuple[int, int], _Parts] = {}  # folders by device and inode
+    folders = collections.deque([(root, _Parts())])
     links: collections.deque[tuple[Path, _Parts]] = collections.deque()
     while folders or links:
         folder, parts = (folders or links).popleft()
@@ -163,7 +158,7 @@ def _search(root: Path, skipped: Skipped) -> tuple[dict[Path, _Parts], set[_Part
             names = sorted(entry.name for entry in entries)
         for name in names:
             path, child = folder / name, (*parts, unicodedata.normalize("NFC", name))
-            if not _visible(name):
+            if name.startswith(".") or name in _SYSTEM_FOLDERS:
                 skipped.add("hidden files and folders of systems", child)
             elif path.is_dir():
                 (links if path.is_symlink() else folders).append((path, child))
@@ -177,10 +172,9 @@ def _search(root: Path, skipped: Skipped) -> tuple[dict[Path, _Parts], set[_Part
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Returns the images at and below a folder, by name, and warns of skipped files.
+    """Returns the images at and below a folder, by name; InputError if there is none.
 
-    Raises:
-        InputError: the folder has no image.
+    Warns of skipped files.
     """
     skipped = Skipped()
     files, _ = _search(folder, skipped)
@@ -190,9 +184,6 @@ def find_images(folder: Path) -> list[Path]:
     if skipped.paths:
         _log.warning("%s: skipped %s", folder, skipped.text())
     return sorted(files)
-
-
-# Classes and splits -------------------------------------------------------------------------------
 
 
 def _arrange(
@@ -207,23 +198,22 @@ def _arrange(
     splits: dict[str, list[ImageFile]] = {split: [] for split in tops}
     outside: set[_Parts] = set()
     for path, parts in files.items():
-        split = next((it for it, top in tops.items() if parts[: len(top)] == top), None)
+        split = next((name for name, top in tops.items() if parts[: len(top)] == top), None)
+        below = parts[:0] if split is None else parts[len(tops[split]) :]
         if split is None:
             skipped.add("images outside of train and test", parts)
             outside.add(parts[:-1])
-            continue
-        below = parts[len(tops[split]) :]
-        if len(below) == 1:
+        elif len(below) == 1:
             skipped.add("images outside of class folders", parts)
         else:
             splits[split].append(ImageFile(path, below[0], "/".join(below)))
-            if len(below) > 2:
-                skipped.add("images of a class in folders below it", parts)
+        if len(below) > 2:
+            skipped.add("images of a class in folders below it", parts)
     if "" in tops and outside:
         names = ", ".join(map("/".join, sorted(outside)))
         top = "/".join(tops[""]) or "the folder itself"
         raise InputError(f"expected all classes beside each other in {top}, found also {names}")
-    classes = {(*tops[split], it.class_name) for split, its in splits.items() for it in its}
+    classes = {(*tops[split], file.class_name) for split in splits for file in splits[split]}
     for folder in sorted(folders - classes):
         if folder and folder[:-1] in tops.values():
             skipped.add(_EMPTY, folder)
@@ -266,11 +256,10 @@ def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, 
     Of the n images of a class, in the order of the SHA-256 of their "CLASS/IMAGE", the first
     round(share n) are test images, at least 1 and at most n - 1. Other classes have no influence.
     """
-    of_class: dict[str, list[ImageFile]] = {}
-    for file in files:
-        of_class.setdefault(file.class_name, []).append(file)
     test: set[Path] = set()
-    for members in of_class.values():
+    # Files are sorted by class.
+    for _, group in itertools.groupby(files, key=lambda file: file.class_name):
+        members = [*group]
         if len(members) < 2:
             skipped.add(_SINGLE, (members[0].name,))
         drawn = sorted(members, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
@@ -282,9 +271,6 @@ def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, 
     }
 
 
-# Hashes of pixels ---------------------------------------------------------------------------------
-
-
 def _pixel_hashes(
     name: str, files: list[ImageFile], kept: Path, upright: bool, workers: int, quiet: bool
 ) -> dict[Path, bytes]:
@@ -292,15 +278,15 @@ def _pixel_hashes(
 
     `kept` is the file that remembers hashes; it is written even if the pass is interrupted.
     """
-    remembered: dict[str, list] = {}
-    with contextlib.suppress(InputError):  # A damaged file is replaced.
-        remembered = read_object(kept)
+    remembered: dict[str, tuple[int, int, str]] = {}
+    with contextlib.suppress(InputError, msgspec.ValidationError):  # A damaged file is replaced.
+        remembered = msgspec.convert(read_json(kept), dict[str, tuple[int, int, _Checksum]])
     states, hashes = {}, {}
     for path in (file.path for file in files):
         status = path.stat()
-        states[path] = [status.st_size, status.st_mtime_ns]
-        *state, pixels = remembered.get(str(path), [""])
-        if state == states[path]:
+        states[path] = (status.st_size, status.st_mtime_ns)
+        *state, pixels = remembered.get(str(path), ("",))
+        if tuple(state) == states[path]:
             hashes[path] = bytes.fromhex(pixels)
     new = [path for path in states if path not in hashes]
     if not new:
@@ -320,10 +306,7 @@ def _pixel_hashes(
         collections.deque(tqdm(pool.map(decode, new), name, len(new), **bar), maxlen=0)
     finally:
         pool.shutdown(cancel_futures=True)
-        known = {
-            str(path): (*states[path], hashes[path].hex()) for path in states if path in hashes
-        }
-        write_json(kept, known)
+        write_json(kept, {str(path): (*states[path], hashes[path].hex()) for path in [*hashes]})
     if unreadable:
         raise InputError(
             f"{name}: {len(unreadable)} of {counted(len(files), 'image')} cannot be read: "

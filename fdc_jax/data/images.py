@@ -40,7 +40,7 @@ _TRIES = 10
 # Uniform numbers that one training image consumes: area and ratio per try, position, flip.
 NUM_UNIFORMS = 2 * _TRIES + 3
 
-# Grey of 16 bits where Pillow holds it in 32, and kinds of pixels without a white of their own.
+# Modes and formats of grey of 16 bits that Pillow holds in 32, and modes without a known white.
 _SIXTEEN_BITS = (("I", "PNG"), ("I", "PPM"))
 _REFUSED = {"F": "floating-point numbers", "I": "32-bit integers"}
 
@@ -49,20 +49,18 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
     """Returns the image in mode RGB, all pixels read.
 
     Args:
-        encoded: content of a file, or what Pillow opened, which stays as it is.
-        description: names the image in the error message.
+        encoded: content of a file, or an image of Pillow, which is not changed.
+        description: name of the image in the error message.
         upright: whether to turn it as its EXIF data say, and to put transparent pixels on white.
 
     Raises:
-        InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
-            have neither 8 nor 16 bits.
+        InputError: Pillow reads no whole image, or its pixels have neither 8 nor 16 bits.
     """
     try:
         image = encoded
         if isinstance(image, bytes):
             image = Image.open(io.BytesIO(image), formats=_FORMATS)
-        kind = (image.mode, image.format)
-        if image.mode in _REFUSED and kind not in _SIXTEEN_BITS:
+        if image.mode in _REFUSED and (image.mode, image.format) not in _SIXTEEN_BITS:
             raise ValueError(f"expected pixels of 8 or 16 bits, found {_REFUSED[image.mode]}")
         if 0 in image.size:
             raise ValueError("expected pixels, found none")
@@ -75,16 +73,15 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
         return pixels
     except Exception as error:  # Pillow's parsers raise a dozen types on damaged files.
         reason = line(error)
-        if isinstance(error, Image.UnidentifiedImageError):
-            reason = "not a known image format"
-            if isinstance(encoded, bytes):
-                reason = foreign(encoded[:1024]) or reason
-            if isinstance(encoded, bytes) and encoded[4:11] == b"ftyphei" and not HEIC:
+        if isinstance(error, Image.UnidentifiedImageError) and isinstance(encoded, bytes):
+            reason = foreign(encoded[:1024]) or "not a known image format"
+            if encoded[4:11] == b"ftyphei" and not HEIC:
                 reason = "HEIC needs a package: pip install pillow-heif"
         raise InputError(f"{description}: cannot decode this image: {reason}") from error
 
 
 def _rgb(image: Image.Image, on_white: bool) -> Image.Image:
+    """Returns an image in mode RGB; transparent pixels are put on white or keep their colour."""
     if image.mode.startswith("I;16") or image.mode == "I":
         pixels = np.asarray(image)
         bits = next(bits for bits in (8, 12, 16) if pixels.max() < 2**bits)
@@ -106,7 +103,7 @@ def pixels_sha256(pixels: UInt8[np.ndarray, "h w 3"]) -> bytes:
 
 
 def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarray, "s s 3"]:
-    """PILOT's test transform of an RGB image: bicubic resize, then the centre square.
+    """Returns PILOT's test transform of an RGB image: bicubic resize, then the centre square.
 
     The short side becomes 256 pixels for an `image_size` of 224, others in proportion. Of an image
     whose long side is over `_LONGEST` times the short one, only the middle is enlarged.
@@ -116,12 +113,10 @@ def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarra
         left, top = ((side - min(side, most)) // 2 for side in image.size)
         image = image.crop((left, top, image.width - left, image.height - top))
     width, height = image.size
-    if width <= height:
-        size = (short, int(short * height / width))
-    else:
+    size = (short, int(short * height / width))
+    if width > height:
         size = (int(short * width / height), short)
-    if size != image.size:
-        image = image.resize(size, Image.Resampling.BICUBIC)
+    image = image.resize(size, Image.Resampling.BICUBIC)
     # Python rounds halves to even here, as torchvision's centre crop does.
     left = round((size[0] - image_size) / 2)
     top = round((size[1] - image_size) / 2)
@@ -134,11 +129,11 @@ def random_crop_box(
     uniforms: Float[np.ndarray, " k"],
     scale: tuple[float, float] = CROP_SCALE,
 ) -> tuple[int, int, int, int]:
-    """Draws torchvision's RandomResizedCrop box (left, top, right, bottom), in pixels.
+    """Returns the box of torchvision's RandomResizedCrop (left, top, right, bottom), in pixels.
 
     A share of the image's area, uniform in `scale`, and a log-uniform aspect ratio are tried ten
-    times; when no box fits, the largest centred box with a permitted ratio is taken. `uniforms` are
-    `NUM_UNIFORMS` numbers in [0, 1); the last is left to the flip.
+    times; if no box fits, the largest centred box with a permitted ratio is returned. `uniforms`
+    are `NUM_UNIFORMS` numbers in [0, 1); the last one is left to the flip.
     """
     log_low, log_high = map(math.log, _CROP_RATIO)
     for attempt in range(_TRIES):
@@ -166,9 +161,9 @@ def train_transform(
     scale: tuple[float, float] = CROP_SCALE,
     flip: bool = True,
 ) -> UInt8[np.ndarray, "s s 3"]:
-    """PILOT's training transform: random resized crop, bilinear, then a mirror image half the time.
+    """Returns PILOT's training transform: random resized crop, bilinear, mirrored half the time.
 
-    `uniforms`, `NUM_UNIFORMS` numbers in [0, 1), decide everything random.
+    `uniforms` are the `NUM_UNIFORMS` random numbers in [0, 1).
     """
     box = random_crop_box(*image.size, uniforms, scale)
     # Cropping first keeps pixels outside the box out of the filter, which resize(box=) would not.

@@ -30,8 +30,8 @@ def name_of(benchmark: str, source: str) -> str:
     return name
 
 
-def place(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns the fields of a configuration for images, or for a folder of TFDS, of the user's."""
+def fields_of(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
+    """Returns the fields of a configuration for a folder or archive of images or a TFDS folder."""
     folder = Path(path).expanduser()
     if (folder / name).is_dir():
         from fdc_jax.data import tfds_format  # The import takes seconds.
@@ -66,7 +66,7 @@ def open_splits(
         from fdc_jax.data import digits  # The import takes a second.
 
         return digits.open_digits()
-    lock = cache / f".{name[:50]}.lock"  # Other processes wait until the data are unpacked.
+    lock = cache / f".{name[:50]}.lock"  # other processes wait until the data are unpacked
     upright = benchmark is None  # The paper's protocol ignores the EXIF orientation.
     if source:
         path = Path(source).expanduser()
@@ -92,7 +92,7 @@ def open_splits(
                     quiet=quiet,
                 )
             except InputError as error:
-                if root not in before:  # Of no use, perhaps large, and read by no other process.
+                if root not in before:  # Nobody else reads it, and it may be large.
                     shutil.rmtree(root)
                 raise InputError(str(error).replace(str(root), str(path))) from error
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")

@@ -32,20 +32,6 @@ class Known(NamedTuple):
 NOTHING = Known({}, ())
 
 
-def task_indices(
-    labels: Int[np.ndarray, " n"],
-    classes: Sequence[int] | Int[np.ndarray, " k"],
-    per_class: int = 0,
-) -> Int[np.ndarray, " m"]:
-    """Returns the indices of the first `per_class` images (0: all) of each class, class by class.
-
-    `labels` are those of a `Dataset`, in its order.
-    """
-    return np.concatenate(
-        [np.flatnonzero(labels == label)[: per_class or None] for label in classes]
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class TaskStream:
     """Tasks with disjoint classes; results label a class by its position in the class order."""
@@ -76,7 +62,7 @@ class TaskStream:
     @property
     def class_names(self) -> list[str]:
         """Names of the classes by class-order position."""
-        return [self.train.class_names[label] for label in self.order.tolist()]
+        return list(self.classes[: len(self.order)])
 
     @property
     def classes_per_task(self) -> tuple[int, ...]:
@@ -138,7 +124,9 @@ def build(
     tasks = np.split(order, np.cumsum(sizes)[:-1])[: num_tasks or None]
 
     def indices_by_task(split: Dataset, per_class: int) -> list[Int[np.ndarray, " n"]]:
-        return [task_indices(split.labels, classes, per_class) for classes in tasks]
+        """Returns the indices of the first images (0: all) of each class, class by class."""
+        of_class = {c: np.flatnonzero(split.labels == c)[: per_class or None] for c in order}
+        return [np.concatenate([of_class[c] for c in classes]) for classes in tasks]
 
     test_indices = indices_by_task(test, test_per_class)
     for task, indices in enumerate(test_indices):

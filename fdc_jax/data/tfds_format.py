@@ -21,17 +21,13 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from fdc_jax.data import images
-from fdc_jax.data.dataset import Dataset, default_workers, split_name
+from fdc_jax.data.dataset import TEST_NAMES, Dataset, default_workers
 from fdc_jax.errors import InputError, line
 from fdc_jax.machine.files import read_npz, write_npz
 
 
 def find(name: str, data_dir: Path) -> Path | None:
-    """Returns the folder of the newest version of a prepared data set, or None.
-
-    Raises:
-        InputError: the data set has several configurations.
-    """
+    """Returns the newest version's folder, or None; InputError if there are many configurations."""
     folders = [path.parent for path in (data_dir / name).rglob("dataset_info.json")]
     if len({folder.parent for folder in folders}) > 1:
         names = ", ".join(sorted({folder.parent.name for folder in folders}))
@@ -58,7 +54,9 @@ def open_prepared(
         where = f"{folder}: split {split}"
         try:
             builder: Any = tfds.builder_from_directory(str(folder))
-            stored = builder.info.splits[split_name(split, builder.info.splits)]
+            names = TEST_NAMES if split == "test" else ()
+            name_there = next(filter(builder.info.splits.__contains__, names), split)
+            stored = builder.info.splits[name_there]
             keys = image_key, label_key, _ = _keys(builder.info)
             decoders = {image_key: tfds.decode.SkipDecoding()}
             if builder.info.file_format is tfds.core.FileFormat.TFRECORD:

@@ -88,7 +88,7 @@ class Run(RunPaths):
         self._known = known_of(saved)
         self._host = dict(host or {})
         if data_dir is not None:
-            self._host |= sources.place(self.config["benchmark"], data_dir)
+            self._host |= sources.fields_of(self.config["benchmark"], data_dir)
         if self.exported:
             self._host["encoder.weights"] = str(self.weights_file)
         if weights is not None:

@@ -11,14 +11,17 @@ from fdc_jax.errors import InputError
 
 
 @pytest.mark.parametrize("per_class", range(4))
-@pytest.mark.parametrize("size", [0, 1, 20, 500])
-def test_task_indices_are_the_first_of_class_after_class(size, per_class):
-    labels = np.random.default_rng(size).integers(0, 7, size)
-    expected = []
-    for label in (5, 0, 9):
-        rows = [row for row in range(size) if labels[row] == label]
-        expected += rows[:per_class] if per_class else rows
-    assert task_stream.task_indices(labels, [5, 0, 9], per_class).tolist() == expected
+@pytest.mark.parametrize("size", [20, 500])
+def test_tasks_have_the_first_images_of_class_after_class(plain_source, size, per_class):
+    labels = np.random.default_rng(size).integers(0, 5, size, np.int32)
+    data = dataclasses.replace(plain_source(size), labels=labels)
+    order = tuple("30142")
+    fields = dict(class_order=order, train_per_class=per_class, test_per_class=per_class)
+    stream = build(data, data, -1, classes_per_task=(2, 3), **fields)
+    rows = {label: np.flatnonzero(labels == int(label))[: per_class or None] for label in order}
+    expected = [[row for label in task for row in rows[label]] for task in ("30", "142")]
+    assert [task.tolist() for task in stream.train_indices] == expected
+    assert stream.test_indices.tolist() == [*expected[0], *expected[1]]
 
 
 def build(train, test, seed, known=task_stream.NOTHING, **fields):
