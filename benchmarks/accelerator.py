@@ -3,11 +3,11 @@
     python -m benchmarks.accelerator --minutes=8 --output=FOLDER
     python -m benchmarks.accelerator --variant=digits --image_size=32 --batch_size=4 --minutes=1
 
-Each part runs in a process of its own, the most valuable part first. A part has a share of the
-time, writes NAME.json and NAME.log into the output folder, and stops no other part. Parts that no
-longer fit are skipped by name. The exit code is 1 if a number is wrong or its part failed,
-otherwise 0. The second command is a trial on a processor: imports and compilation take nearly all
-of its time, so that parts share two processes, which run side by side.
+Each part runs in its own process, the most valuable part first. A part has a share of the time,
+writes NAME.json and NAME.log into the output folder, and stops no other part. A part for which no
+time is left is recorded as skipped. The exit code is 1 if a number is wrong or its part failed,
+otherwise 0. The second command is a trial on a processor. Imports and compilation take nearly all
+of the trial's time, so the parts share two parallel processes.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.accelerator"
 GOLDEN = Path(__file__).with_name("golden.json")
-# Columns of the table by the name of a row's value.
+# Headings of the table's columns, by the key of a row.
 COLUMNS = {"what": "", "images_per_second": "images/s", "milliseconds": "ms"}
 COLUMNS |= {"times_baseline": "times baseline", "teraflops": "TFLOP/s", "share_of_peak": "of peak"}
 COLUMNS |= {"compile_seconds": "compile, s", "temporary_gib": "temporary, GiB"}
@@ -41,13 +41,13 @@ COLUMNS |= {"peak_gib": "peak, GiB", "mib_over_baseline": "over baseline, MiB"}
 
 
 class Part(NamedTuple):
-    """A function of a module of this folder; `seconds` are its share of eight minutes."""
+    """A function of a module in this folder; `seconds` is its share of eight minutes."""
 
     module: str
     function: str
     seconds: int
     arguments: dict[str, Any] = {}  # noqa: RUF012
-    device: bool = True  # whether JAX has the device in the part's own process
+    device: bool = True  # True if JAX uses the device in the part's own process
 
 
 FAST: dict[str, Any] = {"precision": "fast"}
@@ -71,25 +71,25 @@ PARTS = {
 }
 
 
-# Parts, in a process of their own -----------------------------------------------------------------
+# Parts, in their own process ---------------------------------------------------------------------
 
 
 def work(options: Any) -> int:
-    """Measures the parts named by --part, one after the other."""
+    """Measures the parts named by --part in order; returns exit code 0."""
     from fdc_jax.machine import devices
 
     devices.keep_freed_memory()
     devices.keep_programs(Path(options.output))
     for name in options.part.split(","):
         with open(Path(options.output) / f"{name}.log", "w") as log:
-            for stream in (1, 2):  # also of the processes that a part starts
+            for stream in (1, 2):  # processes that a part starts inherit both
                 os.dup2(log.fileno(), stream)
         measure_part(name, options)
     return 0
 
 
 def measure_part(name: str, options: Any) -> None:
-    """Measures one part; writes its record after every row and every comparison."""
+    """Measures a part and writes its record after every row and every comparison."""
     from benchmarks import golden
     from fdc_jax.machine import devices
 
@@ -101,8 +101,8 @@ def measure_part(name: str, options: Any) -> None:
         for result in function(options, **part.arguments):
             if isinstance(result, golden.Number):
                 if options.make_golden and isinstance(result.expected, str):
-                    digits = [float(f"{x:.7g}") for x in np.ravel(result.found)]
-                    number = np.reshape(digits, np.shape(result.found)).tolist()
+                    digits = [float(f"{x:.7g}") for x in np.ravel(result.actual)]
+                    number = np.reshape(digits, np.shape(result.actual)).tolist()
                     committed.setdefault(result.expected or result.name, number)
                 record["checks"].append(golden.compare(result, committed))
             else:
@@ -112,7 +112,7 @@ def measure_part(name: str, options: Any) -> None:
         record["status"] = "done"
     except measure.Skipped as reason:
         record |= {"status": "skipped", "note": str(reason)}
-    except Exception as error:  # The next part may share this process.
+    except Exception as error:  # The next part may run in this process.
         traceback.print_exc()
         record |= {"status": "failed", "note": f"{type(error).__name__}: {error}"[:200]}
     if options.make_golden:
@@ -125,7 +125,7 @@ def measure_part(name: str, options: Any) -> None:
 
 @contextlib.contextmanager
 def started(names: Sequence[str], options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a process for some parts, and ends it together with all that they started."""
+    """Yields a process that measures parts; kills its process group at the end."""
     command = [sys.executable, "-m", PROGRAM, *sys.argv[1:], f"--part={','.join(names)}"]
     process = subprocess.Popen(command, start_new_session=True)
     try:
@@ -139,7 +139,7 @@ def started(names: Sequence[str], options: Any) -> Iterator[subprocess.Popen[byt
 def finish(
     process: subprocess.Popen[bytes], names: Sequence[str], options: Any, limit: float
 ) -> dict[str, dict[str, Any]]:
-    """Waits for a process, but not beyond a limit, and returns the records of its parts."""
+    """Returns the records of a process's parts once it ends, or after `limit` seconds."""
     try:
         status, note = "failed", f"exit code {process.wait(max(limit, 0.0))}"
     except subprocess.TimeoutExpired:
@@ -148,7 +148,7 @@ def finish(
 
 
 def read_record(name: str, options: Any, status: str, note: str = "") -> dict[str, Any]:
-    """Returns the record of a part, with this status if the part did not come to its end."""
+    """Returns the record of a part, with `status` if the part did not finish."""
     path = Path(options.output) / f"{name}.json"
     record = {"checks": [], "rows": []} | (json.loads(path.read_text()) if path.exists() else {})
     if "status" not in record:
@@ -158,30 +158,30 @@ def read_record(name: str, options: Any, status: str, note: str = "") -> dict[st
 
 
 def one_by_one(names: Sequence[str], options: Any) -> Iterator[dict[str, dict[str, Any]]]:
-    """Runs each part in a process of its own; yields its record by its name."""
+    """Runs each part in its own process; yields {name: record} for each."""
     end = time.monotonic() + 60 * options.minutes
     for index, name in enumerate(names):
-        left, seconds = end - time.monotonic(), [PARTS[part].seconds for part in names[index:]]
-        if left < max(5, seconds[0] * options.minutes / 16):
+        left, shares = end - time.monotonic(), [PARTS[part].seconds for part in names[index:]]
+        if left < max(5, shares[0] * options.minutes / 16):
             yield {name: read_record(name, options, "skipped", "no time left")}
             continue
-        limit = max(3 * left * seconds[0] / sum(seconds), left / 3, 10)
+        limit = max(3 * left * shares[0] / sum(shares), left / 3, 10)
         with started([name], options) as process:
             yield finish(process, [name], options, min(left, limit))
 
 
 def trial(names: Sequence[str], options: Any) -> Iterator[dict[str, dict[str, Any]]]:
-    """Runs all parts in two processes side by side; yields the records of each process."""
+    """Runs all parts in two parallel processes; yields the records of each process by name."""
     end = time.monotonic() + 60 * options.minutes
-    groups = [[name for name in names if PARTS[name].device == own] for own in (True, False)]
+    groups = [[name for name in names if PARTS[name].device == used] for used in (True, False)]
     with contextlib.ExitStack() as stack:
-        running = [(stack.enter_context(started(own, options)), own) for own in groups if own]
-        for process, own in running:
-            yield finish(process, own, options, end - time.monotonic())
+        pairs = [(stack.enter_context(started(group, options)), group) for group in groups if group]
+        for process, group in pairs:
+            yield finish(process, group, options, end - time.monotonic())
 
 
 def wrong(name: str, record: dict[str, Any]) -> list[str]:
-    """Returns a line for every wrong number of a part, or for the part if it failed."""
+    """Returns a line for every wrong number of a part, and a line if a part in `golden` failed."""
     lines = [
         f"{check['check']}: error {check['error']}, tolerance {check['tolerance']:g}, found "
         f"{check['found']}, expected {check['expected']}"
@@ -194,7 +194,7 @@ def wrong(name: str, record: dict[str, Any]) -> list[str]:
 
 
 def tables(records: dict[str, dict[str, Any]]) -> str:
-    """Returns a table of the parts and one of their rows."""
+    """Returns a table of the parts, followed by a table of their rows."""
     parts, rows = [], []
     for name, record in records.items():
         checks = record["checks"]
@@ -230,7 +230,7 @@ def main() -> int:
         os.environ["XLA_FLAGS"] = f"{flags_of_xla} {quick}".strip()
     check_writable_folder("--output", options.output)
     Path(options.output).mkdir(parents=True, exist_ok=True)
-    for name in names:  # of an earlier call
+    for name in names:  # remove records of an earlier call
         (Path(options.output) / f"{name}.json").unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     records: dict[str, dict[str, Any]] = {}
@@ -248,8 +248,8 @@ def main() -> int:
     records = {name: records[name] for name in names}
     text = tables(records)
     write_text(Path(options.output) / "table.txt", text + "\n")
-    known = dict.fromkeys(each["device"] for each in records.values() if "device" in each)
-    print(f"\n{text}\n\n{', '.join(known)}; records and logs: {options.output}")
+    kinds = dict.fromkeys(part["device"] for part in records.values() if "device" in part)
+    print(f"\n{text}\n\n{', '.join(kinds)}; records and logs: {options.output}")
     if options.make_golden:
         made = json.loads(Path(options.golden).read_text())
         for record in records.values():

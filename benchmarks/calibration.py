@@ -1,13 +1,14 @@
-r"""Time, memory and storage of a calibrator: fit and scoring, by the number of tasks.
+r"""Time, memory and storage of calibrators, in fitting and scoring, by the number of tasks.
 
     python -m benchmarks.calibration --output=calibration.json
     python -m benchmarks.calibration --tasks=10,100,1000 --images=130000,1300000 --classes=1000 \
         --width=192 --views=1
 
-Features are random and drawn task by task, outside the clock. Every number of tasks and of images
-is measured in a process of its own, whose largest resident memory is that of the point.
+Features are random and drawn task by task, outside the clock. Every measurement has its own
+process, for the peak of resident memory.
 """
 
+import itertools
 import resource
 import sys
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ BATCHES = (64, 1024, 10_000)
 
 
 class Point(NamedTuple):
-    """What is measured in one process."""
+    """The size of a measurement, which has its own process."""
 
     tasks: int
     images: int
@@ -35,7 +36,7 @@ class Point(NamedTuple):
     views: int
 
     def of_task(self, task: int) -> tuple[int, int]:
-        """Returns images and classes of a task, one more in the first where they do not divide."""
+        """Returns the images and classes of a task; the first tasks take the remainders."""
         images, classes = (
             total // self.tasks + (task < total % self.tasks)
             for total in (self.images, self.classes)
@@ -43,10 +44,10 @@ class Point(NamedTuple):
         return images, classes
 
     def features(self, task: int) -> dict[str, Any]:
-        """Returns what a calibrator is fitted on: class centres plus noise, and their head.
+        """Returns the arguments of `fit_task`: class centres plus noise, and the centres as head.
 
-        An eighth of the axes, each task's own, has 80 % of the noise's energy. The adapted view is
-        the pretrained one, turned and stretched a little.
+        An eighth of the axes, drawn per task, has 80 % of the noise's energy. The adapted view is
+        the pretrained view, rotated and scaled by 1.1.
         """
         images, classes = self.of_task(task)
         first = sum(self.of_task(earlier)[1] for earlier in range(task))
@@ -56,48 +57,48 @@ class Point(NamedTuple):
         weak = 0.25 * strong / max(1, self.width - strong)
         scale = np.full(self.width, np.sqrt(weak), np.float32)
         scale[rng.permutation(self.width)[:strong]] = 1.0
-        found = rng.standard_normal((images, self.width), np.float32)
-        found *= scale
-        found += centres[rows]
-        given = {"labels": first + rows, "head": LinearHead(centres, np.zeros(classes, np.float32))}
-        if task:  # The encoder before stretched all features a little less.
-            given["previous"] = np.float32(0.999) * found
+        drawn = rng.standard_normal((images, self.width), np.float32)
+        drawn *= scale
+        drawn += centres[rows]
+        data = {"labels": first + rows, "head": LinearHead(centres, np.zeros(classes, np.float32))}
+        if task:  # The previous encoder's features are shorter by 0.1 %.
+            data["previous"] = np.float32(0.999) * drawn
         if self.views == 1:
-            return given | {"adapted": found, "pretrained": None}
+            return data | {"adapted": drawn, "pretrained": None}
         if task:
-            given["previous"] = np.float32(1.099) * np.roll(found, 1, axis=1)
-        return given | {"adapted": np.float32(1.1) * np.roll(found, 1, axis=1), "pretrained": found}
+            data["previous"] = np.float32(1.099) * np.roll(drawn, 1, axis=1)
+        return data | {"adapted": np.float32(1.1) * np.roll(drawn, 1, axis=1), "pretrained": drawn}
 
 
-def fit_and_score(point: Point, method: str, repeats: int, place: Any = np.asarray) -> Any:
-    """Fits all tasks of a point, the first of which compiles, and scores with them.
+def fit_and_score(point: Point, method: str, repeats: int, put: Any = np.asarray) -> Any:
+    """Returns the measurements of a calibrator fitted on all tasks of a point.
 
-    Features lie where `place` puts them, on the host by default.
+    `put` moves features to a device; by default they stay on the host. The first task compiles.
     """
     single = {"pretrained_view_weight": 0.0} if (method, point.views) == ("fdc", 1) else {}
     calibrator: Any = calibration.make(method, **single)
     fit = np.zeros((point.tasks, 2))
     for task in range(point.tasks):
-        given = point.features(task)
-        of_views = {name for name in ("previous", *VIEWS) if given.get(name) is not None}
-        given |= {name: place(given[name]) for name in of_views}
-        fit[task] = measure.timed(lambda given=given: calibrator.fit_task(**given))[1]
+        data = point.features(task)
+        views = {name for name in ("previous", *VIEWS) if data.get(name) is not None}
+        data |= {name: put(data[name]) for name in views}
+        fit[task] = measure.timed(lambda data=data: calibrator.fit_task(**data))[1]
     _, finalize = measure.timed(calibrator.finalize)
-    found = {**point._asdict(), "method": method, "storage_bytes": calibrator.storage_bytes}
+    record = {**point._asdict(), "method": method, "storage_bytes": calibrator.storage_bytes}
     if method == "fdc":
         residuals = sum(u.nbytes for view in calibrator.foreign for u in view)
         ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
-        found |= {"foreign_residual_bytes": residuals, "mean_rank": float(np.mean(ranks))}
-    given, score = point.features(0), {}
+        record |= {"foreign_residual_bytes": residuals, "mean_rank": float(np.mean(ranks))}
+    data, score = point.features(0), {}
     for size in BATCHES:
         batch: Any = [
-            view if view is None else place(np.resize(view, (size, point.width)))
-            for view in map(given.get, VIEWS)
+            view if view is None else put(np.resize(view, (size, point.width)))
+            for view in map(data.get, VIEWS)
         ]
         calibrator.score(*batch)
-        each = [measure.timed(lambda b=batch: calibrator.score(*b))[1] for _ in range(repeats)]
-        score[str(size)] = measure.named(np.median(each, axis=0), 1e3)
-    found |= {
+        times = [measure.timed(lambda b=batch: calibrator.score(*b))[1] for _ in range(repeats)]
+        score[str(size)] = measure.named(np.median(times, axis=0), 1e3)
+    record |= {
         "fit_seconds": measure.named(fit.sum(axis=0)),
         "fit_seconds_first_task": measure.named(fit[0]),
         "fit_seconds_last_task": measure.named(fit[-1]),
@@ -105,11 +106,11 @@ def fit_and_score(point: Point, method: str, repeats: int, place: Any = np.asarr
         "score_milliseconds": score,
         "peak_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
-    return found
+    return record
 
 
 def line(result: dict[str, Any]) -> str:
-    """Returns the result as a line for the screen."""
+    """Returns a result as a line of text."""
     fit, score = result["fit_seconds"], result["score_milliseconds"]["64"]
     point = ", ".join(f"{name} {result[name]}" for name in ("method", *Point._fields))
     return (
@@ -120,14 +121,14 @@ def line(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures every number of tasks, prints a line for each and writes them as JSON."""
+    """Measures every point with every method, prints a line per result, and writes JSON."""
     flags = {"tasks": "20", "images": "6000", "classes": 100, "width": 768, "views": 2}
     parser = measure.parser_of(__doc__, PROGRAM, **flags, repeats=5)
     parser.add_argument("--method", default="fdc", help="some of " + ",".join(calibration.METHODS))
     options = measure.parsed(parser)
-    tasks, images = measure.numbers(options, "tasks"), measure.numbers(options, "images")
+    tasks, images = (measure.numbers(options, name) for name in ("tasks", "images"))
     methods = options.method.split(",")
-    if unknown := [each for each in methods if each not in calibration.METHODS]:
+    if unknown := [name for name in methods if name not in calibration.METHODS]:
         raise InputError(f"--method: expected some of {[*calibration.METHODS]}, found {unknown}")
     if not 2 <= min(tasks) <= max(tasks) <= options.classes <= min(images) or options.views > 2:
         raise InputError(
@@ -135,13 +136,12 @@ def main() -> None:
             f"{options.tasks}, {options.classes}, {options.images} and {options.views}"
         )
     rest = options.classes, options.width, options.views
-    points = [(Point(n, size, *rest), each) for each in methods for size in images for n in tasks]
-    device = {"device": jax.devices()[0].device_kind}
-    results = []
-    for point, method in points:
+    results, device = [], jax.devices()[0].device_kind
+    for method, size, count in itertools.product(methods, images, tasks):
+        point = Point(count, size, *rest)
         results.append(measure.in_a_process(fit_and_score, point, method, options.repeats))
         print(line(results[-1]), flush=True)
-    measure.write_report(PROGRAM, options, {"results": results} | device)
+    measure.write_report(PROGRAM, options, {"results": results, "device": device})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Floating-point operations of an encoder, by formula, and what a device does in a second."""
+"""Floating-point operations of an encoder, by formula, and the peak rate of a device."""
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,16 @@ from fdc_jax.model import vit
 def forward(variant: vit.Variant, image_size: int) -> int:
     """Returns the operations of a forward pass of one image through merged kernels.
 
-    A multiplication and an addition count as two; norms, softmax, GELU and biases not at all. With
-    width d, L blocks, patches of p pixels a side, N tokens of which N - 1 are patches:
+    A multiplication and an addition count as two; norms, softmax, GELU and biases count as zero.
+    With width d, L blocks, patches of p x p pixels, and N tokens (N - 1 patches, one class token):
 
         patch embedding             2 (N - 1) 3 p^2 d
-        L - 1 blocks, each          query, key, value   6 N d^2
+        each of L - 1 blocks        query, key, value   6 N d^2
                                     attention           4 N^2 d
                                     projection          2 N d^2
                                     MLP                16 N d^2
         last block                  key, value          4 N d^2
-          (one token leaves it)     all else           20 d^2 + 4 N d
+          (class token only)        all else           20 d^2 + 4 N d
     """
     tokens, width = (image_size // variant.patch) ** 2 + 1, variant.width
     embedding = 6 * (tokens - 1) * variant.patch**2 * width
@@ -30,19 +30,19 @@ def forward(variant: vit.Variant, image_size: int) -> int:
 
 
 def training_step(variant: vit.Variant, image_size: int, rank: int, batch_size: int) -> int:
-    """Returns the operations of a training step of key and value increments and a head.
+    """Returns the operations of a training step of key and value increments.
 
-    The forward pass, the gradients of activations and those of the increments; no weight of the
-    encoder has one, and neither has the input of block one. The head is left out. In the terms of
+    The sum of the forward pass and of the gradients of activations and increments; the encoder's
+    weights and the input of block one have no gradient. The head is not counted. In the terms of
     `forward`, with rank r and a batch of n images:
 
         block one                   projection, MLP     n 18 N d^2
                                     attention           n 6 N^2 d    (no gradient of queries)
-        L - 2 blocks, each          as forward          n 24 N d^2
+        each of L - 2 blocks        as forward          n 24 N d^2
                                     attention           n 8 N^2 d
         last block                  key, value          n 4 N d^2
                                     all else            n (20 d^2 + 8 N d)
-        L blocks, each              the sum W + A B     4 d^2 r      (once a batch)
+        each of L blocks            the sum W + A B     4 d^2 r      (once per batch)
                                     A and B             n 16 N d r
     """
     tokens, width, depth = (image_size // variant.patch) ** 2 + 1, variant.width, variant.depth
@@ -55,9 +55,9 @@ def training_step(variant: vit.Variant, image_size: int, rank: int, batch_size: 
 
 
 def peak(precision: str) -> float:
-    """Returns the operations a second of all devices in a product of large matrices.
+    """Returns the operations per second of all devices in a product of large matrices.
 
-    Of a processor, which is shared, per second of processor time; else of the clock.
+    Seconds are processor time on a processor, which other programs share, otherwise the clock's.
     """
     on_processor = jax.default_backend() == "cpu"
     size = 1536 if on_processor else 8192

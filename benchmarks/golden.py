@@ -1,9 +1,9 @@
 """The numbers that a device must reproduce: features, calibrated scores, training steps, a run.
 
-PyTorch and timm computed the features of the checkpoint in `tests/model/golden`; labels and scores
+PyTorch and timm computed the features of the checkpoint in `tests/model/golden`. Labels and scores
 are in `tests/golden`, all other numbers in `golden.json`, which `python -m benchmarks.accelerator
---make_golden` writes on a processor. The error of a number is the largest norm of a row's error, as
-a share of the largest norm of a row.
+--make_golden` writes on a processor. The error of a number is the largest norm of a row's error
+divided by the largest norm of a row.
 """
 
 import json
@@ -28,36 +28,36 @@ from fdc_jax.model import vit, weights
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
-# Precision, attention, and how far features may be from float32 of a processor. TF32, which parity
-# mode must not use, is off by 1e-3.
+# Precision, attention, and tolerance of features against a processor's float32. The error of TF32,
+# which parity mode must not use, is 1e-3.
 MODES = (("parity", "xla", 1e-4), ("fast", "xla", 0.05), ("fast", "cudnn", 0.05))
 
-# Training amplifies rounding, so that accuracies on another device differ, most of all the raw one.
+# Tolerances: training amplifies rounding, so accuracies differ by device, the raw one the most.
 ACCURACIES = {"oracle": 0.01, "fdc": 0.02, "gaussians": 0.02, "raw": 0.1}
 
 
 class Number(NamedTuple):
-    """An array that a device computed, and the right one, or its name in `golden.json`."""
+    """An array that a device computed, and the expected array or its name in `golden.json`."""
 
     name: str
-    found: Any
+    actual: Any
     tolerance: float
-    expected: Any = ""  # its own name
-    least: float = 1e-12  # what the error is at least divided by
+    expected: Any = ""  # "" stands for the number's own name
+    least: float = 1e-12  # lower bound of the error's divisor
 
 
 def compare(number: Number, committed: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record of a comparison: the largest error of a row, and whether it is right."""
+    """Returns the record of a comparison, with the largest error of a row, and `right`."""
     expected = number.expected
     if isinstance(expected, str):
         expected = committed.get(expected or number.name, [])
     record = {"check": number.name, "tolerance": number.tolerance, "error": None, "right": False}
-    found, expected = np.asarray(number.found, float), np.asarray(expected, float)
-    record |= {"found": str(found.ravel()[:4]), "expected": str(expected.ravel()[:4])}
-    if found.shape != expected.shape:
+    actual, expected = np.asarray(number.actual, float), np.asarray(expected, float)
+    record |= {"found": str(actual.ravel()[:4]), "expected": str(expected.ravel()[:4])}
+    if actual.shape != expected.shape:
         return record
-    rows = [np.atleast_1d(each) for each in (found - expected, expected)]
-    error, scale = (np.linalg.norm(each, axis=-1).max() for each in rows)
+    arrays = [np.atleast_1d(array) for array in (actual - expected, expected)]
+    error, scale = (np.linalg.norm(array, axis=-1).max() for array in arrays)
     error = float(error / max(scale, number.least))
     return record | {"error": float(f"{error:.3g}"), "right": error <= number.tolerance}
 
@@ -78,12 +78,12 @@ def features(options: Any) -> Iterator[Number]:
         kind: Any = {"precision": precision, "attention": attention, "cudnn": cudnn}
         for side, loaded in small.items():
             model = vit.build("golden", side, **kind)
-            found = jax.jit(model.apply)({"params": loaded}, golden[f"images_{side}"])
+            outputs = jax.jit(model.apply)({"params": loaded}, golden[f"images_{side}"])
             name = f"AugReg checkpoint, {side} pixels, {precision}, {attention}"
-            yield Number(name, found, tolerance, golden[f"pilot01_{side}"])
-        found = jax.jit(vit.build("two blocks", 224, **kind).apply)({"params": tree}, wide)
-        found, name = np.asarray(found)[:, :100], "two blocks of ViT-B/16"
-        yield Number(f"{name}, {precision}, {attention}", found, tolerance, name)
+            yield Number(name, outputs, tolerance, golden[f"pilot01_{side}"])
+        outputs = jax.jit(vit.build("two blocks", 224, **kind).apply)({"params": tree}, wide)
+        outputs, name = np.asarray(outputs)[:, :100], "two blocks of ViT-B/16"
+        yield Number(f"{name}, {precision}, {attention}", outputs, tolerance, name)
 
 
 def scores(options: Any) -> Iterator[Number]:
@@ -92,11 +92,11 @@ def scores(options: Any) -> Iterator[Number]:
     rows = np.random.default_rng(0).standard_normal((600, 256)) * np.linspace(0.1, 2.0, 256)
     values, vectors = np.linalg.eigh(rows.T @ rows)
     scatter = jnp.asarray(rows.T @ rows, jnp.float32)
-    if jax.default_backend() != "tpu":  # whose compiler takes minutes; FDC decomposes on the host
-        found, basis = jax.jit(jnp.linalg.eigh)(scatter)
-        yield Number("eigenvalues", found, 1e-5, values)
-        kept, right = np.asarray(basis, float)[:, -64:], vectors[:, -64:]
-        yield Number("projector on 64 principal axes", kept @ kept.T, 1e-4, right @ right.T)
+    if jax.default_backend() != "tpu":  # it compiles for minutes; FDC decomposes on the host there
+        eigenvalues, basis = jax.jit(jnp.linalg.eigh)(scatter)
+        yield Number("eigenvalues", eigenvalues, 1e-5, values)
+        axes, right = np.asarray(basis, float)[:, -64:], vectors[:, -64:]
+        yield Number("projector on 64 principal axes", axes @ axes.T, 1e-4, right @ right.T)
 
     def head(task: int, prefix: str = "") -> LinearHead:
         parts = [f"head_{part}_{task}" for part in ("weight", "bias")]
@@ -114,20 +114,20 @@ def scores(options: Any) -> Iterator[Number]:
             calibrator.fit_task(classes=file.get(f"head_classes_{task}"), **views)
         calibrator.finalize()
         calibrator.replace_heads([head(task, "final_") for task in range(5)])
-        given = [jnp.asarray(file[f"test_{name}"]) for name in ("adapted", "pretrained")]
-        for part, found in calibrator.components(*given).items():
+        test = [jnp.asarray(file[f"test_{name}"]) for name in ("adapted", "pretrained")]
+        for part, result in calibrator.components(*test).items():
             name = method if part == "full" else f"{method} {part}"
-            yield Number(f"{name}: labels", found.label, 0.0, expected[f"{name}: labels"])
+            yield Number(f"{name}: labels", result.label, 0.0, expected[f"{name}: labels"])
             right = expected[f"{name}: scores"]
-            yield Number(f"{name}: scores", found.task_scores, 1e-4, right)
+            yield Number(f"{name}: scores", result.task_scores, 1e-4, right)
 
 
 def gradients(options: Any) -> Iterator[Number]:
-    """Yields the loss of a step of every learner in its second task, and numbers of gradients.
+    """Yields the loss and gradients of a step of every learner in its second task.
 
     State and trained leaves are noise; gradients are the optimiser's first moments after the step.
-    The numbers of a gradient are its norm and its product with noise: rounding of single entries,
-    as by TF32, changes the norm of many entries little.
+    A gradient is compared by its norm and by its inner product with noise, since rounding of single
+    entries, for example by TF32, hardly changes the norm.
     """
     model = vit.build(vit.Variant(width=48, depth=2, heads=3, patch=8, image_size=32), 32)
     mesh, tree = devices.data_mesh(), synthetic.parameters(model, 32)
@@ -141,7 +141,7 @@ def gradients(options: Any) -> Iterator[Number]:
             if jnp.result_type(leaf) != "f4":
                 return leaf
             noise = 0.05 * rng.standard_normal(jnp.shape(leaf), np.float32)
-            # EWC's penalty has a strength of 1e7, and would hide the cross-entropy.
+            # EWC's penalty of strength 1e7 would hide the cross-entropy.
             return 1e-5 * abs(noise) if "importance" in jax.tree_util.keystr(path) else leaf + noise
 
         state = jax.tree_util.tree_map_with_path(noisy, learner.initial_state())
@@ -153,14 +153,14 @@ def gradients(options: Any) -> Iterator[Number]:
         yield Number(f"{name}: loss", loss, 1e-4)
         gradients = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(devices.to_host(progress)):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
-            if np.ndim(leaf) and "nu" not in where.split("/"):  # second moments, counts
+            key = jax.tree_util.keystr(path, simple=True, separator="/")
+            if np.ndim(leaf) and "nu" not in key.split("/"):  # no counts, no second moments
                 product = np.vdot(leaf, np.random.default_rng(2).standard_normal(leaf.shape))
-                gradients[where] = float(np.linalg.norm(leaf.ravel())), float(product)
-        # A gradient that is zero but for rounding, such as that of the keys' bias.
+                gradients[key] = float(np.linalg.norm(leaf.ravel())), float(product)
+        # Some gradients are rounding errors around zero, for example that of the keys' bias.
         least = 1e-4 * float(np.linalg.norm([norm for norm, _ in gradients.values()]))
-        for where, numbers in gradients.items():
-            yield Number(f"{name}: gradient of {where}", numbers, 1e-4, least=least)
+        for key, numbers in gradients.items():
+            yield Number(f"{name}: gradient of {key}", numbers, 1e-4, least=least)
 
 
 def digits(options: Any) -> Iterator[Number]:
@@ -183,8 +183,8 @@ def digits(options: Any) -> Iterator[Number]:
     first.wait()
     yield Number("the run ends at SIGTERM before its end", results.exists(), 0.0, False)
     subprocess.run(command, cwd=ROOT, check=True)
-    found = [json.loads(line) for line in events.read_text().splitlines()]
-    epochs = [(each["task"], each["epoch"]) for each in found if each["event"] == "epoch"]
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    epochs = [(line["task"], line["epoch"]) for line in lines if line["event"] == "epoch"]
     yield Number("epochs that were trained twice", len(epochs) - len(set(epochs)), 0.0, 0)
     accuracy, whole = (
         json.loads(path.read_text())["accuracy"]

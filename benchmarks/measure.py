@@ -1,6 +1,6 @@
 """Flags, clocks and reports that the benchmarks share.
 
-`clock` is time as it passes, `processor` what all cores spent, which other programs change little.
+`clock` is elapsed time, `processor` is the time of all cores, which depends little on other load.
 """
 
 import argparse
@@ -24,7 +24,7 @@ class Skipped(RuntimeError):
 
 
 def parser_of(description: str | None, program: str, **defaults: Any) -> argparse.ArgumentParser:
-    """Returns a parser with a flag for each default, of its type; False is a switch."""
+    """Returns a parser with a flag per default, of the default's type; False makes a switch."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=(description or "").split("\n")[0],
@@ -40,7 +40,7 @@ def parser_of(description: str | None, program: str, **defaults: Any) -> argpars
 
 
 def parsed(parser: argparse.ArgumentParser, suffix: str = ".json") -> argparse.Namespace:
-    """Parses the command line; numbers are at least 1, and --output can be written."""
+    """Returns the parsed flags; raises InputError if a number is below 1 or --output is bad."""
     options = parser.parse_args()
     for name, value in vars(options).items():
         if type(value) in (int, float) and not value >= 1:
@@ -51,15 +51,15 @@ def parsed(parser: argparse.ArgumentParser, suffix: str = ".json") -> argparse.N
 
 
 def numbers(options: argparse.Namespace, name: str) -> list[int]:
-    """Returns the numbers of a flag such as --tasks=1,10, each at least 1."""
-    words = getattr(options, name).split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise InputError(f"--{name}: expected numbers of at least 1, found {','.join(words)}")
-    return [int(word) for word in words]
+    """Returns the numbers of a flag such as --tasks=1,10; raises InputError if one is below 1."""
+    parts = getattr(options, name).split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise InputError(f"--{name}: expected numbers of at least 1, found {','.join(parts)}")
+    return [int(part) for part in parts]
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, np.ndarray]:
-    """Returns a result once it is computed, and the seconds of the clock and of the processor."""
+    """Returns a call's result, when computed, and its seconds by clock and processor, [2]."""
     import jax
 
     start = np.array([time.perf_counter(), time.process_time()])
@@ -68,22 +68,22 @@ def timed(call: Callable[[], Any]) -> tuple[Any, np.ndarray]:
 
 
 def named(seconds: np.ndarray, unit: float = 1.0) -> dict[str, float]:
-    """Names the two numbers of `timed`, in another unit."""
+    """Returns the two seconds of `timed` by name, multiplied by `unit`."""
     return dict(zip(("clock", "processor"), (unit * seconds).tolist(), strict=True))
 
 
 def is_trial(options: argparse.Namespace) -> bool:
-    """Returns True for the digits encoder, with which a command only shows that it works."""
+    """Returns True for the digits encoder, a quick test that a command works."""
     return options.variant == "digits"
 
 
 def paced(
     options: argparse.Namespace, call: Callable[[], Any], wait: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Times five repeats of several calls, which wait for the device once, after the last of them.
+    """Returns the medians of five repeats, and all repeats, in seconds per call.
 
-    A repeat makes 20 calls, or as many as take half a second, in a trial a single one. Returns
-    medians and all repeats, in seconds per call. `wait` waits for a device that is not JAX's.
+    A repeat makes up to 20 calls in half a second (in a trial, a single call) and waits for the
+    device after the last call. `wait` waits for a device that JAX does not manage.
     """
     timed(call)
     _, seconds = timed(call)
@@ -100,7 +100,7 @@ def paced(
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns a function's result from a fresh process; InputError if the process ended before."""
+    """Returns a function's result from a new process; raises InputError if the process died."""
     with futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(function, *arguments).result()
@@ -108,14 +108,14 @@ def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
             raise InputError(f"the process of a measurement ended: {error}") from error
 
 
-def write_report(program: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Writes what was found, with the command, settings and versions, where --output asks."""
+def write_report(program: str, options: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Writes a record with the command, settings and versions to --output, if set."""
     if options.output:
-        write_json(options.output, about(program, options) | found)
+        write_json(options.output, about(program, options) | record)
 
 
 def about(program: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the command, its settings, and the versions of everything."""
+    """Returns the command, its settings, and the versions of packages and commit."""
     from fdc_jax.machine.versions import versions
 
     settings = {name: value for name, value in vars(options).items() if name != "output"}
@@ -124,7 +124,7 @@ def about(program: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(program: str, body: Callable[[], int | None]) -> int:
-    """Runs a program; an input error is one line and 2."""
+    """Returns the exit code of a program; InputError becomes one line and code 2."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         return body() or 0

@@ -1,11 +1,10 @@
-"""A training step in PyTorch, to be timed beside ours, on a GPU where PyTorch sees one.
+"""A training step in PyTorch for comparison, on a GPU if PyTorch has one.
 
-Plain PyTorch with the layout of timm's Vision Transformers, which PyTorch codes of the field build
-on, in two forms. The first is as those codes have it: float32, one product for query, key, value,
-the product of an increment's factors times the tokens beside it, fused attention, exact GELU, and
-every token through the last block. The second is as an expert has it: bfloat16 by autocast and
-`torch.compile`; increments are merged into their kernels once a step, with gradients of the factors
-along the rank, and the class token alone goes through the last block.
+The model is plain PyTorch with the layout of timm's Vision Transformers, in two forms. The field's
+usual form has float32, one product for query, key and value, a separate product with an increment's
+factors, fused attention, exact GELU, and every token in the last block. The expert's form has
+bfloat16 by autocast and `torch.compile`; it merges increments into kernels once per step, computes
+gradients of the factors along the rank, and sends the class token alone through the last block.
 """
 
 import collections
@@ -29,7 +28,7 @@ except ImportError as error:
 
 
 class LowRank(nn.Module):
-    """Adds x A B to a projection of the tokens, or A B to its weight."""
+    """An increment of a projection: adds x A B to its output, or A B to its weight."""
 
     def __init__(self, width: int, rank: int):
         super().__init__()
@@ -37,12 +36,12 @@ class LowRank(nn.Module):
         self.B = nn.Linear(rank, width, bias=False)
 
     def forward(self, x):
-        """Returns what is to be added, [n, tokens, width]."""
+        """Returns the increment of the output, [n, tokens, width]."""
         return functional.linear(x, self.B.weight @ self.A.weight)
 
 
 class Merged(torch.autograd.Function):
-    """A projection whose last rows hold two increments, of which the factors alone are trained."""
+    """A frozen projection with increments of keys and values, whose factors are trained."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, *factors):
@@ -52,19 +51,19 @@ class Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any):
-        """Returns the gradients of x and of the factors, those along the rank."""
+        """Returns the gradients of x and of the factors; products go along the rank."""
         x, weight, *factors = ctx.saved_tensors
-        whole = gradients[0]
+        upstream = gradients[0]
         rows, width = x.flatten(0, -2), x.shape[-1]
-        found = []
+        of_factors = []
         # Under autocast tokens are bfloat16, weights float32.
-        factors = [factor.to(whole.dtype) for factor in factors]
-        for part, (A, B) in enumerate((factors[:2], factors[2:])):
-            end = whole.shape[-1] - (1 - part) * width
-            one = whole[..., end - width : end].flatten(0, -2)
-            found += [((one @ B).T @ rows).float(), (one.T @ (rows @ A.T)).float()]
-        weight = weight.to(whole.dtype)
-        return whole @ weight if ctx.needs_input_grad[0] else None, None, None, *found
+        factors = [factor.to(upstream.dtype) for factor in factors]
+        for index, (A, B) in enumerate((factors[:2], factors[2:])):
+            end = upstream.shape[-1] - (1 - index) * width
+            part = upstream[..., end - width : end].flatten(0, -2)
+            of_factors += [((part @ B).T @ rows).float(), (part.T @ (rows @ A.T)).float()]
+        weight = weight.to(upstream.dtype)
+        return upstream @ weight if ctx.needs_input_grad[0] else None, None, None, *of_factors
 
 
 class Attention(nn.Module):
@@ -79,7 +78,7 @@ class Attention(nn.Module):
         self.expert = expert
 
     def merge(self):
-        """Merges the increments into the weight; once a step."""
+        """Merges the increments into the weight; call it once per step."""
         with torch.no_grad():
             query, key, value = self.qkv.weight.chunk(3)
             key = torch.addmm(key, self.key.B.weight, self.key.A.weight)
@@ -90,11 +89,11 @@ class Attention(nn.Module):
         if not self.expert:
             return functional.linear(x, self.qkv.weight[first:], self.qkv.bias[first:])
         layers = (self.key.A, self.key.B, self.value.A, self.value.B)
-        factors = (each.weight for each in layers)
+        factors = (layer.weight for layer in layers)
         return Merged.apply(x, self.weight[first:], self.qkv.bias[first:], *factors)
 
     def forward(self, x, queries: int | None = None):
-        """Returns [n, queries, width], of the first tokens or of all."""
+        """Returns the outputs of the first `queries` tokens, or of all, [n, queries, width]."""
         n, _, width = x.shape
 
         def split(y):
@@ -103,8 +102,9 @@ class Attention(nn.Module):
         if queries is None:
             q, k, v = split(self._project(x, 0)).unbind(0)
         else:
-            few = functional.linear(x[:, :queries], self.qkv.weight[:width], self.qkv.bias[:width])
-            (q,), (k, v) = split(few), split(self._project(x, width))
+            weight, bias = self.qkv.weight[:width], self.qkv.bias[:width]
+            query = functional.linear(x[:, :queries], weight, bias)
+            (q,), (k, v) = split(query), split(self._project(x, width))
         if not self.expert:
             k, v = k + split(self.key(x))[0], v + split(self.value(x))[0]
         mixed = functional.scaled_dot_product_attention(q, k, v)
@@ -125,13 +125,13 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(collections.OrderedDict(layers))
 
     def forward(self, x, queries: int | None = None):
-        """Returns [n, queries, width], of the first tokens or of all."""
+        """Returns the outputs of the first `queries` tokens, or of all, [n, queries, width]."""
         x = x[:, :queries] + self.attn(self.norm1(x), queries)
         return x + self.mlp(self.norm2(x))
 
 
 class VisionTransformer(nn.Module):
-    """Images to head-input features, with increments."""
+    """Encoder from images to head-input features, with increments."""
 
     def __init__(self, variant: vit.Variant, image_size: int, rank: int, expert: bool):
         super().__init__()
@@ -155,7 +155,7 @@ class VisionTransformer(nn.Module):
 
 
 def _encoder(options: Any, expert: bool, device: Any, problem: synthetic.Problem) -> Any:
-    """Returns the encoder with its increments, which alone are trained, on the device."""
+    """Returns the encoder on a device, with only its increments trainable."""
     variant, size = problem.model.variant, options.image_size
     net = VisionTransformer(variant, size, synthetic.RANK, expert)
     arrays, _ = layouts.as_timm(problem.parameters, variant, problem.pretrained, size)
@@ -170,8 +170,8 @@ def _encoder(options: Any, expert: bool, device: Any, problem: synthetic.Problem
 
 
 def training_step(options: Any, expert: bool) -> Iterator[Any]:
-    """Yields a step of Adam on increments and head, and its agreement with ours."""
-    # JAX converts weights alone here: the accelerator is PyTorch's.
+    """Yields the row of an Adam step on increments and head, and comparisons with our step."""
+    # PyTorch has the accelerator; JAX only converts weights.
     jax.config.update("jax_platforms", "cpu")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
@@ -221,9 +221,9 @@ def training_step(options: Any, expert: bool) -> Iterator[Any]:
     yield from speed.agreement(options, name, precision, numbers)
     seconds = measure.paced(options, call, wait)
     count = flops.training_step(problem.model.variant, options.image_size, synthetic.RANK, size)
-    found = speed.row(f"{name}, batch {size}", seconds, size, count)
+    row = speed.row(f"{name}, batch {size}", seconds, size, count)
     if device.type == "cuda":
-        found["teraflops"] = 1e-12 * count / seconds["clock"]
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found["device"] = torch.cuda.get_device_name()
-    yield found | {"compile_seconds": compiled, "torch": torch.__version__}
+        row["teraflops"] = 1e-12 * count / seconds["clock"]
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        row["device"] = torch.cuda.get_device_name()
+    yield row | {"compile_seconds": compiled, "torch": torch.__version__}

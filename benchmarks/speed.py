@@ -1,8 +1,8 @@
 """Speed on random weights and images: training steps, extraction, latency, FDC's fit and score.
 
-Every function yields rows of a table, and numbers that must agree with those of other precisions.
-Utilisation is the operations of the formula in `benchmarks/flops.py` a second over those of a large
-product, which is measured beside it.
+Every function yields rows of a table, and numbers to compare with those of our step in parity mode.
+A row's share of peak is its operations per second, by the formula in `benchmarks/flops.py`, divided
+by those of a large product in the same process.
 """
 
 import json
@@ -25,15 +25,15 @@ from fdc_jax.model import vit
 
 GIB = 2**30
 REFERENCE = "step_parity"
-# How far losses and gradients may be from ours in parity mode.
+# Tolerances of losses and gradients, relative to our step in parity mode.
 TOLERANCES = {"parity": 1e-3, "fast": 0.05}
 
 
 def row(
     what: str, seconds: dict[str, Any], images: int, operations: int = 0, peak: float = 0.0
 ) -> dict[str, Any]:
-    """Returns a row from what `measure.paced` returns."""
-    # A processor is shared; its peak was measured by the time that it spent.
+    """Returns a row of the table from the seconds that `measure.paced` returned."""
+    # A processor is shared, so its peak counts processor time.
     spent = seconds["processor" if jax.default_backend() == "cpu" and operations else "clock"]
     memory = devices.peak_memory()
     return {
@@ -48,7 +48,7 @@ def row(
 
 
 def agreement(options: Any, what: str, precision: str, numbers: dict[str, Any]) -> Iterator[Number]:
-    """Yields losses and gradients of a step beside those of our step in parity, if there is one."""
+    """Yields the numbers of a step to compare with our step in parity mode, if it was measured."""
     path = Path(options.output) / f"{REFERENCE}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     for name, expected in (rows[0]["numbers"] if rows else {}).items():
@@ -58,7 +58,7 @@ def agreement(options: Any, what: str, precision: str, numbers: dict[str, Any]) 
 def training_step(
     options: Any, precision: str, attention: str = "auto", learner: str = "", times: int = 1
 ) -> Iterator[Any]:
-    """Yields the step of a learner, by default of Cumulative-LoRA, which other steps must equal."""
+    """Yields the row of a learner's step, and comparisons of Cumulative-LoRA's, the default."""
     if attention == "cudnn" and not devices.have_cudnn(devices.data_mesh()):
         raise measure.Skipped("cuDNN's attention needs an NVIDIA GPU from Ampere on")
     model, size = synthetic.encoder(options, precision, attention), times * options.batch_size
@@ -74,7 +74,7 @@ def training_step(
     frozen, trained = devices.replicate(mesh, (frozen, trained))
     carried = [trained, devices.replicate(mesh, update.initialise(trained))]
     batch, step, more = devices.split(mesh, problem.batch), update.step, {}
-    if hasattr(step, "lower"):  # LoDA's has several programs
+    if hasattr(step, "lower"):  # LoDA's step is several programs
         lower: Any = step
         step, seconds = measure.timed(
             lambda: lower.lower(backbone, frozen, *carried, batch, rate).compile()
@@ -89,7 +89,7 @@ def training_step(
     name = learner or f"training step, {precision}, {model.attention}, batch {size}"
     if not learner:
         numbers = {"loss": float(call())}
-        # After one step, Adam's first moment is a tenth of the gradient.
+        # Adam's first moment after one step is a tenth of the gradient.
         moment: Any = carried[1].mu["increment"]  # pyright: ignore[reportAttributeAccessIssue]
         for part, factor in (("key", "A"), ("value", "B")):
             norm = 10.0 * jnp.linalg.norm(moment[part][factor].ravel())
@@ -99,8 +99,8 @@ def training_step(
         if times == 1:
             yield from agreement(options, name, precision, numbers)
     count = flops.training_step(model.variant, options.image_size, synthetic.RANK, size)
-    known: Any = () if learner else (count, flops.peak(precision))
-    yield row(name, measure.paced(options, call), size, *known) | more
+    operations: Any = () if learner else (count, flops.peak(precision))
+    yield row(name, measure.paced(options, call), size, *operations) | more
 
 
 def steps_of_learners(options: Any) -> Iterator[Any]:
@@ -110,31 +110,31 @@ def steps_of_learners(options: Any) -> Iterator[Any]:
 
 
 def encoders(options: Any, precision: str, size: int) -> Any:
-    """Returns a model, a batch of images, and on the devices E_0 and what E_T and E_0 replace."""
+    """Returns a model and a batch, and on the devices E_0's parameters and E_T's, E_0's kernels."""
     model, mesh = synthetic.encoder(options, precision), devices.data_mesh()
     problem = synthetic.problem(model, options.image_size, size)
-    given = jax.tree.map(jnp.asarray, (problem.parameters, problem.kernels))
-    backbone, kernels = devices.replicate(mesh, given)
+    arrays = jax.tree.map(jnp.asarray, (problem.parameters, problem.kernels))
+    backbone, kernels = devices.replicate(mesh, arrays)
     return model, problem.batch, backbone, (kernels, vit.pretrained_kernels(backbone))
 
 
 def extraction(options: Any) -> Iterator[Any]:
-    """Yields extraction by one encoder and by two, from images on the host to features there."""
+    """Yields extraction by one encoder and by two, from images to features on the host."""
     size = 4 * options.batch_size
     model, batch, backbone, views = encoders(options, "fast", size)
     extract, peak = Extractor(model, devices.data_mesh()), flops.peak("fast")
     count = flops.forward(model.variant, options.image_size)
     for used in (1, 2):
-        given: Any = (backbone, views[:used], [batch] * 4)
-        seconds = measure.paced(options, partial(extract, *given))
+        arguments: Any = (backbone, views[:used], [batch] * 4)
+        seconds = measure.paced(options, partial(extract, *arguments))
         what = f"extraction, fast, {model.attention}, batch {size}, views: {used}"
         yield row(what, seconds, 4 * size, 4 * used * size * count, peak)
 
 
 def latencies(options: Any) -> Iterator[Any]:
-    """Yields the paper's latency of a batch without FDC, with one view and with both.
+    """Yields the latency of a batch by the paper's protocol: without FDC, with one view, with two.
 
-    FDC knows ten tasks of ten classes, as in CIFAR-100. A trial has two tasks and one precision.
+    FDC is fitted on ten tasks of ten classes; a trial has two tasks, and parity mode alone.
     """
     size, width = options.batch_size, vit.VARIANTS[options.variant].width
     point, precisions, protocol = (10, 1000, 100), ("parity", "fast"), latency.PROTOCOL
@@ -161,15 +161,15 @@ def latencies(options: Any) -> Iterator[Any]:
 def statistics(options: Any) -> Iterator[Any]:
     """Yields fit and score of FDC for 20 tasks of 2,500 images in two views, on the device.
 
-    Both numbers are smaller if a batch has fewer than 64 images.
+    Tasks and images are fewer if --batch_size is below 64.
     """
     tasks = min(20, options.batch_size)
     images, width = tasks * min(2500, 40 * options.batch_size), vit.VARIANTS[options.variant].width
     for what in ("cold", "warm"):
         point = Point(tasks, images, 10 * tasks, width, 2)
-        found = fit_and_score(point, "fdc", 5, place=jax.device_put)
-        total = found["fit_seconds"]["clock"] + found["finalize_seconds"]["clock"]
-        yield row(f"FDC's fit, {what}: {images} images", {"clock": total}, images) | found
-        for size, each in found["score_milliseconds"].items():
-            seconds = {"clock": 1e-3 * each["clock"]}
+        record = fit_and_score(point, "fdc", 5, put=jax.device_put)
+        total = record["fit_seconds"]["clock"] + record["finalize_seconds"]["clock"]
+        yield row(f"FDC's fit, {what}: {images} images", {"clock": total}, images) | record
+        for size, times in record["score_milliseconds"].items():
+            seconds = {"clock": 1e-3 * times["clock"]}
             yield row(f"FDC's score, {what}: batch {size}", seconds, int(size))

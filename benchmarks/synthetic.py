@@ -21,12 +21,12 @@ CLASSES = 5
 
 
 class Problem(NamedTuple):
-    """Arrays of NumPy, so that no contender has them on its device yet."""
+    """An encoder, a head and a batch as NumPy arrays, which are on no program's device yet."""
 
     model: vit.VisionTransformer
     parameters: Any
     pretrained: vit.KeyValueKernels
-    kernels: vit.KeyValueKernels  # with the increment
+    kernels: vit.KeyValueKernels  # pretrained + increment
     increment: vit.Increment
     head: LinearHead
     batch: Batch
@@ -35,25 +35,25 @@ class Problem(NamedTuple):
 def encoder(
     options: Any, precision: str, attention: str = "auto", mesh: Any = None
 ) -> vit.VisionTransformer:
-    """Returns the encoder of the flags --variant and --image_size, for the devices of a mesh."""
+    """Returns the encoder of --variant and --image_size for the devices of a mesh."""
     kind: Any = {"precision": precision, "attention": attention}
     kind |= {"cudnn": devices.have_cudnn(mesh or devices.data_mesh())}
     model = vit.build(options.variant, options.image_size, **kind)
-    # Programs take the side of their images from the variant.
+    # Programs read the size of their images from the variant.
     changes = {"image_size": options.image_size}
     changes |= {"depth": 2} if measure.is_trial(options) else {}  # compiles twice as fast
     return model.clone(variant=dataclasses.replace(model.variant, **changes))
 
 
 def noise(size: int, side: int, classes: int, seed: int) -> Batch:
-    """Returns a training batch of random pixels."""
+    """Returns a batch of random images [size, side, side, 3] with labels and weights of one."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size, side, side, 3), np.uint8)
     labels = (np.arange(size) % classes).astype(np.int32)
     return Batch(pixels, labels, np.ones(size, np.float32))
 
 
 def parameters(model: vit.VisionTransformer, image_size: int) -> Any:
-    """Returns parameters as large as fresh ones, of which no leaf is constant."""
+    """Returns random parameters at the scale of initialisation; no leaf is constant."""
     rng, width = np.random.default_rng(0), model.variant.width
     shapes: Any = vit.parameter_shapes(model, image_size)  # pyright: ignore[reportArgumentType]
     scales = {"kernel": (width**-0.5, 0.0), "scale": (0.1, 1.0)}
@@ -68,7 +68,7 @@ def parameters(model: vit.VisionTransformer, image_size: int) -> Any:
 def learning(
     name: str, model: vit.VisionTransformer, classes_per_task: tuple[int, ...], mesh: Any = None
 ) -> tuple[learners.Learner, training.Update, Any]:
-    """Returns a learner in the paper's settings, its update, and its first rates."""
+    """Returns a learner with the paper's settings, its update, and its first learning rates."""
     config: Any = base.get_config()
     config.learner.name, config.encoder.image_size = name, model.variant.image_size
     learner = setups.make_learner(config, model, classes_per_task, mesh or devices.data_mesh())
@@ -81,8 +81,8 @@ def problem(model: vit.VisionTransformer, image_size: int, batch_size: int) -> P
     """Returns an encoder with random weights, an increment, a head, and a batch with labels."""
     tree, width, rng = parameters(model, image_size), model.variant.width, np.random.default_rng(1)
     pretrained: Any = jax.tree.map(np.asarray, vit.pretrained_kernels(tree))
-    fresh = jax.eval_shape(lambda: increments.initialise(jax.random.key(0), model.variant, RANK))
-    drawn = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), fresh)
+    shapes = jax.eval_shape(lambda: increments.initialise(jax.random.key(0), model.variant, RANK))
+    drawn = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), shapes)
     scale = {"A": np.float32(width**-0.5), "B": np.float32(0.05)}
     increment: Any = {
         part: {name: scale[name] * leaf for name, leaf in factors.items()}

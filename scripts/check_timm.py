@@ -1,11 +1,11 @@
-"""Compares encoders in timm's layout with timm: of every family, and of an export.
+"""Comparison of encoders in timm's layout with timm, for every family and for exports.
 
 python -m scripts.check_timm [OUT ...]
 
-Needs torch and timm beside the package. Of each family in `tests/model/golden/encoders` an
-increment is merged, the state dict loaded strictly into timm's model, and features are compared
-with those that timm or transformers computed in double precision. OUT is a folder that
-`python -m fdc_jax export WORKDIR OUT` wrote; images of noise go through both encoders.
+The script needs torch and timm. It merges an increment into an encoder of each family in
+`tests/model/golden/encoders`, loads the state dict strictly into timm's model, and compares its
+features with those that timm or transformers computed in double precision. OUT is a folder written
+by `python -m fdc_jax export WORKDIR OUT`; both of its encoders get images of noise.
 """
 
 import json
@@ -26,7 +26,7 @@ LARGEST = 2e-4
 
 
 def timm_features(folder: Path, images: np.ndarray) -> np.ndarray:
-    """Returns timm's features of uint8 images, [n, d], with the model of a folder."""
+    """Returns the features of uint8 images by a folder's timm model, [n, d]."""
     import safetensors.torch
     import timm  # pyright: ignore[reportMissingImports]
     import torch  # pyright: ignore[reportMissingImports]
@@ -39,13 +39,13 @@ def timm_features(folder: Path, images: np.ndarray) -> np.ndarray:
     scaled = (images / 255.0 - pixels["mean"]) / pixels["std"]
     inputs = torch.from_numpy(scaled.astype(np.float32)).permute(0, 3, 1, 2)
     with torch.no_grad():
-        found = model.forward_head(model.forward_features(inputs), pre_logits=True)
-        np.testing.assert_array_equal(found, model(inputs))
-    return found.numpy()
+        features = model.forward_head(model.forward_features(inputs), pre_logits=True)
+        np.testing.assert_array_equal(features, model(inputs))
+    return features.numpy()
 
 
 def family_difference(family: str) -> float:
-    """Returns the largest difference of features in one family."""
+    """Returns the largest difference of features for an encoder family."""
     path = encoders.FOLDER / family / "model.safetensors"
     _, variant = weights.recognise(str(path), "")
     params = weights.load(path, variant, encoders.SIDE).params
@@ -55,9 +55,9 @@ def family_difference(family: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         write_safetensors(Path(folder) / "model.safetensors", arrays)
         write_json(Path(folder) / "config.json", config)
-        found = timm_features(Path(folder), encoders.images())
+        features = timm_features(Path(folder), encoders.images())
     with np.load(encoders.FEATURES) as golden:
-        return np.abs(found - golden[f"{family} with an increment"]).max()
+        return np.abs(features - golden[f"{family} with an increment"]).max()
 
 
 def export_difference(folder: Path) -> float:
@@ -69,17 +69,17 @@ def export_difference(folder: Path) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a line an encoder; returns 1 where one differs by more than 2e-4."""
+    """Prints a line per encoder; returns 1 if a difference exceeds 2e-4."""
     checks: list[Any] = [(family_difference, family) for family in encoders.FAMILIES]
     checks += [(export_difference, Path(folder)) for folder in arguments]
-    found: dict[str, float] = {}
-    for difference, of in checks:
+    differences: list[float] = []
+    for difference, encoder in checks:
         try:
-            found[str(of)] = difference(of)
-            print(f"{of!s:24} {found[str(of)]:.1e}", flush=True)
+            differences.append(difference(encoder))
+            print(f"{encoder!s:24} {differences[-1]:.1e}", flush=True)
         except InputError as error:
-            print(f"{of!s:24} {error}")
-    return int(max(found.values()) > LARGEST)
+            print(f"{encoder!s:24} {error}")
+    return int(max(differences) > LARGEST)
 
 
 if __name__ == "__main__":

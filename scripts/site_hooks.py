@@ -1,9 +1,8 @@
-"""What MkDocs does beside `mkdocs.yml`: notebooks, API pages, links that leave docs/, formulas,
-names in the code that may go on in the next line.
+"""Hooks of MkDocs: notebooks, API pages, links out of docs/, formulas, breaks in long names.
 
-Pages stay as a code host reads them. In the site a notebook is a page, every package has a page of
-its docstrings, what pages link to outside docs/ lies below `repository/`, and TeX is MathML, which
-browsers draw without a script.
+The pages in docs/ stay readable on a code host. In the site a notebook is a page, and every package
+has a page of its docstrings. Files outside docs/ that pages link to are below `repository/`. TeX
+becomes MathML, which browsers render without a script.
 """
 
 import html
@@ -21,24 +20,24 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "fdc_jax"
 _LINK = re.compile(r"(?<=\]\()[^()#:\s]+")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-# Code in a line of text, a long word or an option in it, where that may go on in the next line.
+# Inline code, a long word or an option in it, and the positions at which a line may break.
 _CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>[^<]+</code>")
 _LONG = re.compile(r"(?<![^\s<>])(?:[^\s<>]{16,}|-[^\s<>]+)(?![^\s<>])")
 _PART = re.compile(r"(?<=[\w)\]}][._/=,:-])(?=[\w{\[])|(?<=\w)(?=\()")
-# A dotted name in the code but for fields of the configuration: first what has a place in the API,
-# which of what a class holds is the class.
+# A dotted name, except fields of the configuration: the part with an entry in the API (the class
+# for a class's member), then the rest.
 _NAME = re.compile(
     r"`((?!config\.)(?=\w+\.)[a-z]\w*(?:\.[a-z]\w*)*(?:\.(?![A-Z]+_)[A-Z]\w*)?)((?:\.\w+)?)`"
 )
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds pages that are made, and files outside docs/ that pages link to."""
+    """Adds generated pages, and the files outside docs/ that pages link to."""
 
     def add(uri: str, content: str | bytes) -> None:
         files.append(File.generated(config, uri, content=content))
 
-    for file in [each for each in files if each.src_uri.endswith(".ipynb")]:
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         for uri, content in _notebook(DOCS / file.src_uri):
             add(uri, content)
     for uri, content in _api():
@@ -56,46 +55,46 @@ def on_files(files: Files, config: Any) -> Files:
             continue
         text, folder = _page(path), path if path.is_dir() else path.parent
         links = {} if path.suffix == ".py" else _linked(text, folder)
-        add(uri, _placed(text, links, uri))
+        add(uri, _relinked(text, links, uri))
         waiting += links.values()
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Points links of pages of docs/ at what the site has, names of the notation at the API."""
+    """Rewrites a page's links for the site, and links the names of the notation to the API."""
     uri = page.file.src_uri
     if uri == "notation.md":
         markdown = _NAME.sub(r"[`\1\2`][fdc_jax.\1]", markdown)
-    return _placed(markdown, _linked(markdown, (DOCS / uri).parent), uri)
+    return _relinked(markdown, _linked(markdown, (DOCS / uri).parent), uri)
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Turns TeX into MathML, and lets long names go on in the next line."""
-    content = _CODE.sub(lambda found: _LONG.sub(_parted, found[0]), content)
+    """Converts TeX to MathML, and inserts line breaks into long names."""
+    content = _CODE.sub(lambda match: _LONG.sub(_breakable, match[0]), content)
     return _FORMULA.sub(_mathml, content)
 
 
-def _parted(found: re.Match[str]) -> str:
-    parts = _PART.split(found[0])
+def _breakable(match: re.Match[str]) -> str:
+    parts = _PART.split(match[0])
     return "<wbr>".join(f'<span class="whole">{part}</span>' for part in parts)
 
 
-def _mathml(found: re.Match[str]) -> str:
-    tex = html.unescape(found[2])
-    if found[1] == "span":
+def _mathml(match: re.Match[str]) -> str:
+    tex = html.unescape(match[2])
+    if match[1] == "span":
         return convert(tex)
-    # Scrolls where it is wider than the screen.
+    # The div scrolls if the formula is wider than the screen.
     return f'<div class="formula" tabindex="0">{convert(tex, display="block")}</div>'
 
 
 def _notebook(path: Path) -> Iterator[tuple[str, str | bytes]]:
-    """Yields the page of a notebook, which offers the notebook itself, and its pictures."""
-    place = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
-    text, found = nbconvert.MarkdownExporter().from_filename(str(path), place)
+    """Yields a notebook's page, with a link to the notebook, and its pictures."""
+    names = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
+    text, resources = nbconvert.MarkdownExporter().from_filename(str(path), names)
     folder = path.parent.relative_to(DOCS)
     link = f'\n\n<a href="{path.name}" download>This page as a notebook</a>\n'
     yield f"{folder}/{path.stem}.md", text + link
-    for name, picture in found["outputs"].items():
+    for name, picture in resources["outputs"].items():
         yield f"{folder}/{name}", picture
 
 
@@ -103,26 +102,26 @@ def _api() -> Iterator[tuple[str, str]]:
     """Yields a page of docstrings for every package."""
     for init in sorted(PACKAGE.rglob("__init__.py")):
         package = ".".join(init.parent.relative_to(ROOT).parts)
-        # What it takes from its modules stands there.
+        # Names imported from the modules are documented there.
         own = re.findall(r"^(?:class|def) ([a-zA-Z]\w*)", init.read_text(), re.MULTILINE)
         options = f"{{heading_level: 1, members: [{', '.join(own)}]}}"
         text = f"::: {package}\n    options: {options}\n\n"
-        modules = sorted(each.stem for each in init.parent.glob("[!_]*.py"))
-        yield f"api/{package}.md", text + "".join(f"::: {package}.{each}\n\n" for each in modules)
+        modules = sorted(module.stem for module in init.parent.glob("[!_]*.py"))
+        yield f"api/{package}.md", text + "".join(f"::: {package}.{name}\n\n" for name in modules)
 
 
 def _page(path: Path) -> str:
-    """Returns Markdown of a text file of the repository, or of a folder: its names."""
+    """Returns the Markdown of a text file of the repository, or the list of a folder's files."""
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
-        found = sorted(each.name for each in path.iterdir() if each.name[0] not in "._")
-        return f"# {name}\n\n" + "\n".join(f"- [{each}]({each})" for each in found)
+        files = sorted(file.name for file in path.iterdir() if file.name[0] not in "._")
+        return f"# {name}\n\n" + "\n".join(f"- [{file}]({file})" for file in files)
     text = path.read_text()
     return text if path.suffix == ".md" else f"# {name}\n\n```python\n{text}```\n"
 
 
 def _uri(path: Path) -> str:
-    """Returns where the site has a file or folder of the repository; a page's ends in `.md`."""
+    """Returns the site's URI of a file or folder of the repository; a page's ends in `.md`."""
     if path.is_dir():
         path /= "README.md" if (path / "README.md").exists() else "index.md"
     if path.is_relative_to(DOCS):
@@ -131,17 +130,17 @@ def _uri(path: Path) -> str:
 
 
 def _linked(text: str, folder: Path) -> dict[str, Path]:
-    """Returns what a page in a folder links to within the repository, by its links."""
-    found = {link: Path(os.path.normpath(folder / link)) for link in _LINK.findall(text)}
+    """Returns the files of the repository that a page in a folder links to, by link."""
+    paths = {link: Path(os.path.normpath(folder / link)) for link in _LINK.findall(text)}
     return {
         link: path
-        for link, path in found.items()
+        for link, path in paths.items()
         if path.is_relative_to(ROOT) and path.exists() and path != ROOT
     }
 
 
-def _placed(text: str, links: dict[str, Path], uri: str) -> str:
-    """Returns the text of a page with its links as the site has them."""
+def _relinked(text: str, links: dict[str, Path], uri: str) -> str:
+    """Returns a page's text with its links rewritten for the site."""
     folder = os.path.dirname(uri)
-    places = {link: os.path.relpath(_uri(path), folder) for link, path in links.items()}
-    return _LINK.sub(lambda found: places.get(found[0], found[0]), text)
+    targets = {link: os.path.relpath(_uri(path), folder) for link, path in links.items()}
+    return _LINK.sub(lambda match: targets.get(match[0], match[0]), text)
