@@ -30,7 +30,7 @@ from benchmarks import measure, synthetic
 from fdc_jax import learners
 from fdc_jax.calibration import fdc
 from fdc_jax.calibration.compiled import padded_size
-from fdc_jax.calibration.packed import PackedTasks
+from fdc_jax.calibration.statistics import PackedTasks
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
 from fdc_jax.model import vit

@@ -6,9 +6,10 @@ A task is one call of `partial_fit`, or the samples of one value of `tasks` in `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int, Shaped
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
@@ -22,12 +23,7 @@ from sklearn.utils.validation import (
 from fdc_jax import calibration
 from fdc_jax.calibration.comparators import base, random_features
 from fdc_jax.errors import InputError, did_you_mean
-from fdc_jax.heads import LinearHead, NearestMeanHead
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int, Shaped
-
-    from fdc_jax.heads import Head
+from fdc_jax.heads import Head, LinearHead, NearestMeanHead
 
 HEADS = ("ridge", "nearest_mean")
 

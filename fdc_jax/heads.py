@@ -1,25 +1,23 @@
-"""Classification heads as plain pytrees: features in, one logit per class of the task out.
+"""Classification heads of tasks as pytrees: features [n, d] in, logits [n, c] out.
 
-A head is what a learner leaves behind for one task. FDC keeps every head as it is and, with TSF,
-feeds it a filtered feature (paper, "Test-Time Calibration"). All are affine in h or in h/|h|:
-`head.affine` is that one form. Arrays may be of NumPy or JAX, and so are the results.
+FDC keeps every head as it is and, with TSF, gives it a filtered feature (paper, "Test-Time
+Calibration"). All heads are affine in h or in h/|h|: `head.affine` is that form. Arrays are of
+NumPy or JAX, and the results likewise.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
+from jaxtyping import Float
 
 # Safeguard of every feature normalisation (paper, "Test-Time Calibration").
 NORM_FLOOR = 1e-12
 
 
 def unit(vectors: Float[Any, "... d"]) -> Float[Any, "... d"]:
-    """Divides vectors by their Euclidean norm, floored at 1e-12."""
+    """Returns vectors divided by their Euclidean norm, at least 1e-12."""
     library = vectors.__array_namespace__()
     norm = library.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / library.maximum(norm, NORM_FLOOR)
@@ -32,7 +30,7 @@ def products(left: Float[Any, "n d"], rows: Float[Any, "c d"]) -> Float[Any, "n 
 
 
 class Affine(NamedTuple):
-    """Logits rows . h + bias, where h is first divided by its norm when `normalised`."""
+    """Logits rows . h + bias; h is divided by its norm first if `normalised`."""
 
     rows: Float[Any, "c d"]
     bias: Float[Any, " c"] | float
@@ -40,14 +38,14 @@ class Affine(NamedTuple):
 
 
 def _affine_logits(head: Any, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
-    """Returns the scores of the task's classes, before any calibration."""
+    """Returns the logits of the task's classes."""
     rows, bias, normalised = head.affine
-    scores = products(unit(features) if normalised else features, rows)
-    return scores + (bias if isinstance(bias, float) else bias[None])
+    logits = products(unit(features) if normalised else features, rows)
+    return logits + (bias if isinstance(bias, float) else bias[None])
 
 
 class LinearHead(NamedTuple):
-    """Logits W h + b (paper, Eq. raw); b is zero where none is given."""
+    """Logits W h + b (paper, Eq. raw)."""
 
     weight: Float[Any, "c d"]
     bias: Float[Any, " c"] | float = 0.0
@@ -57,7 +55,7 @@ class LinearHead(NamedTuple):
 
 
 class NormalisedLinearHead(NamedTuple):
-    """Logits W h/|h| + b: linear on the feature's direction, rows of any length; b may be zero."""
+    """Logits W h/|h| + b, of rows of any length."""
 
     weight: Float[Any, "c d"]
     bias: Float[Any, " c"] | float = 0.0
@@ -87,7 +85,7 @@ class NearestMeanHead(NamedTuple):
 
 Head: TypeAlias = LinearHead | NormalisedLinearHead | CosineHead | NearestMeanHead
 
-# The heads under the names that files and messages use.
+# Names of the heads in files and messages.
 KINDS = {
     LinearHead: "linear",
     NormalisedLinearHead: "normalised_linear",

@@ -14,22 +14,18 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import nn
 
 from fdc_jax import calibration, heads
 from fdc_jax.calibration.inputs import label_array, same_length
 from fdc_jax.errors import InputError, did_you_mean
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-
-    from fdc_jax.calibration import Calibrator
 
 # A function from a model and its inputs to the adapted features [n, d], or to a pair with the
 # pretrained features [n, e].
@@ -263,7 +259,11 @@ class Calibrated(nn.Module):
     classes: torch.Tensor
 
     def __init__(
-        self, module: nn.Module, calibrator: Calibrator, views: Views | None = None, layer: str = ""
+        self,
+        module: nn.Module,
+        calibrator: calibration.Calibrator,
+        views: Views | None = None,
+        layer: str = "",
     ):
         super().__init__()
         if not isinstance(calibrator, calibration.Calibrator):

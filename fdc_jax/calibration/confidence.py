@@ -11,15 +11,12 @@ where they seem sure. Of the held-out images only sums are kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 from scipy.special import log_softmax, softmax
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from jaxtyping import Bool, Float, Int
 
 # The first one, the least sure, holds if no image could be held out.
 TEMPERATURES = np.geomspace(64.0, 0.25, 65)

@@ -15,15 +15,13 @@ of its images are held out. Products of rows are float32, their sums and all sol
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
+from jaxtyping import Float, Int
 
 from fdc_jax.calibration.inputs import BLOCK_ROWS, float32
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 # Candidates of lambda; with the last one the map is a shift.
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, np.inf)

@@ -20,17 +20,15 @@ share of values plus present expectations, its own among them, that are not abov
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.linalg
+from jaxtyping import Float, Int
 
 from fdc_jax.calibration.compiled import padded, padded_size
 from fdc_jax.calibration.inputs import float32
 from fdc_jax.heads import products, unit
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 # Share a of a class's own covariance, and the least lambda (fdc_jax.calibration.gaussians).
 OWN_SHARE = 0.1

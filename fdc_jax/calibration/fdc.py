@@ -1,18 +1,18 @@
 """Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations.
 
     1-4    the caller: trains the task, extracts its features G
-    5-11   FDC.fit_task: 6 mean_and_prototypes, pca; 6, 10 moments; 7 foreign_residuals; 9 filtered
+    5-11   FDC._fit: 6 mean_and_prototypes, pca; 6, 10 moments; 7 foreign_residuals; 9 filtered
     12, 13 FDC.finalize: fit_foreign
     14-20  FDC.score: 14, 16 measure; 17, 18 fuse; 20 calibrator.Scores
 
 A view is an encoder: the adapted view (A, index 0) is E_t while learning and E_T at the end, the
-pretrained view (0, index 1) is E_0. Features are rows [n, d], and U_t is kept as rows [r, d]. JAX
-computes in float32 with the highest precision of products. Moments and sums over tasks are float64
-on the host.
+pretrained view (0, index 1) is E_0. Features are rows [n, d], and U_t is rows [r, d]. JAX computes
+in float32, with products of the highest precision; moments are float64 on the host.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -22,18 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import compiled, inputs, packed
-from fdc_jax.calibration.calibrator import Calibrator, Scores, warn_of_equal_residuals
+from fdc_jax.calibration import compiled, inputs, statistics
+from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.compiled import Blocks, padded_size, squared_norm
-from fdc_jax.calibration.packed import PackedTasks
-from fdc_jax.calibration.statistics import COMPONENTS, Foreign, Settings, Task, View
+from fdc_jax.calibration.statistics import COMPONENTS, Foreign, PackedTasks, Settings, Task, View
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, products, unit
 
+_LOGGER = logging.getLogger("fdc_jax.calibration")
 # Floors of the paper, "Test-Time Calibration".
 SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
-# A share of the variance this close to eta counts as reached: only rounding separates them.
+# Only rounding separates eta from a share of the variance this close to it.
 VARIANCE_TOLERANCE = 1e-6
 # Tasks at once: two fit into the caches of a CPU, and line 7 has one shape for any number.
 TASKS_AT_ONCE = 2
@@ -45,7 +45,7 @@ TASKS_AT_ONCE = 2
 def mean_and_prototypes(
     view: Blocks, rows: Int[np.ndarray, " n"], classes: int
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]:
-    """Returns m_t and p_{t,c} by row of the head (Eq. proto), zero for a class without samples."""
+    """Returns m_t, and p_{t,c} (Eq. proto) by row of the head, zero for a class without samples."""
     class_rows = np.arange(padded_size(classes, 8), dtype=np.int32)
     first = next(iter(view))
     sums = compiled.map_blocks(partial(_sums, class_rows, first), view, view.split_like(rows))
@@ -58,7 +58,7 @@ def mean_and_prototypes(
 
 @jax.jit
 def _sums(class_rows: Any, first: Any, features: Any, rows: Any) -> tuple[Array, Array, Array]:
-    origin = first[0]  # Subtracted, so that float32 keeps the digits of features far from zero.
+    origin = first[0]  # Less the origin, features far from zero keep their digits in float32.
     members, shifted = (rows == class_rows[:, None]).astype(jnp.float32), unit(features)
     class_sums = products(members, (shifted - unit(origin)).T)
     return compiled.centred(features, rows, origin).sum(axis=0), class_sums, origin
@@ -67,13 +67,13 @@ def _sums(class_rows: Any, first: Any, features: Any, rows: Any) -> tuple[Array,
 def pca(
     views: Sequence[Blocks], rows: Int[np.ndarray, " n"], centres: Sequence[Any], share: float
 ) -> list[Float[np.ndarray, "r d"]]:
-    """Returns U_t by view: the fewest directions with a share of the variance (Eq. task-pca)."""
+    """Returns U_t by view, the fewest directions with a share of the variance (Eq. task-pca)."""
     rank = partial(retained_rank, share=share, count=len(rows))
     return compiled.principal(views, rows, centres, rank)
 
 
 def retained_rank(variances: Float[np.ndarray, " k"], share: float, count: int) -> int:
-    """Returns the fewest of descending variances that reach a share; n samples span n - 1."""
+    """Returns how many of descending variances reach a share; `count` samples span one less."""
     variances = np.clip(variances.astype(float), 0.0, None)
     if count < 2 or not variances.any():
         return 0
@@ -91,7 +91,7 @@ def moments(values: Float[np.ndarray, ...]) -> tuple[float, float]:
 
 
 class Measured(NamedTuple):
-    """Features against tasks. Float32 has too few digits near 1 for A_t: 1 - A_t is kept."""
+    """Measurements of features against tasks; 1 - A_t has digits in float32 that A_t loses."""
 
     residual: Float[Array, "n t"]  # rho_t
     distance: Float[Array, "n t"]  # 1 - A_t
@@ -103,7 +103,7 @@ class Measured(NamedTuple):
 def measure(
     features: Any, tasks: PackedTasks, gamma: float, neighbours: int, normalised: bool
 ) -> Measured:
-    """Measures features [n, d] in a view against tasks; `normalised` heads divide h by |h|."""
+    """Returns features [n, d] of a view against tasks; `normalised` heads divide h by |h|."""
     lengths = jnp.sqrt(squared_norm(features))
 
     def one_task(task: Any) -> Measured:
@@ -150,10 +150,10 @@ def cosine_distance(centred: Any, lengths: Any, task: PackedTasks, k: int) -> Fl
 
     With h = g - m for the task's mean m, |g| (1 - cos(g, p)) is
 
-        |h|^2 / (|g| + |m|) + h.m^ (|m| - |g|) / (|g| + |m|) - h.(p - m^) + (|m| - m.p),
+        |h|^2 / (|g| + |m|) + h.m^ (|m| - |g|) / (|g| + |m|) - h.(p - m^) + (|m| - m.p).
 
-    whose terms are as small as their sum. In float32 the difference of 1 and the cosine would keep
-    no digits of features that all point nearly the same way. The cosines of g = 0 are 0.
+    The terms are as small as their sum. In float32, 1 minus the cosine of features that all point
+    nearly the same way has no correct digits. The cosines of g = 0 are 0.
     """
     both = jnp.maximum(lengths + task.length, NORM_FLOOR)
     along = products(centred, task.directions)
@@ -169,7 +169,7 @@ def filtered(weights: Any, basis: Float[Array, "r d"], gamma: float) -> Float[Ar
 
 
 def filtered_lengths(lengths: Any, inside: Float[Array, "n r"], gamma: float) -> Float[Array, " n"]:
-    """Returns the length of each feature after Eq. osp, from |h| and h U."""
+    """Returns the lengths of features after Eq. osp, from |h| and h U."""
     kept = squared_norm(inside)
     return jnp.sqrt((1.0 - gamma) ** 2 * jnp.maximum(lengths * lengths - kept, 0.0) + kept)
 
@@ -183,7 +183,7 @@ def with_filtered(weights: Any, basis: Any, gamma: float) -> Float[Array, "t 2c 
 
 def pack(tasks: Any, counts: Any, heads: Any, gamma: float, pad: bool = True) -> list[PackedTasks]:
     """Returns the statistics of tasks for `measure` and `fuse`, by view, with W~_t (line 9)."""
-    views: list[Any] = packed.pack(tasks, counts, heads, pad)
+    views: list[Any] = statistics.pack(tasks, counts, heads, pad)
     weights, bias = views[0].heads
     views[0] = views[0]._replace(heads=(with_filtered(weights, views[0].basis, gamma), bias))
     return views
@@ -195,14 +195,15 @@ def standardised(values: Any, moments: Any) -> Any:
 
 
 def foreign_residuals(view: Blocks, earlier: Sequence[View]) -> Float[np.ndarray, "earlier n"]:
-    """Returns u_j of features for every earlier task j (line 7), a few tasks at a time."""
+    """Returns u_j of features for every earlier task j (line 7)."""
     groups = []
     for first in range(0, len(earlier), TASKS_AT_ONCE):
         group = earlier[first : first + TASKS_AT_ONCE]
-        means, bases = packed.subspaces(group, TASKS_AT_ONCE)
+        means, bases = statistics.subspaces(group, TASKS_AT_ONCE)
         kernel = partial(residual_ratios, means=means, bases=bases)
         ratios = view.gather(compiled.map_blocks(kernel, view))[:, : len(group)]
-        groups.append(standardised(ratios, np.array([of.residual for of in group], np.float32)).T)
+        own = np.array([task.residual for task in group], np.float32)
+        groups.append(standardised(ratios, own).T)
     return np.concatenate(groups)
 
 
@@ -219,10 +220,10 @@ def log_ratio(mean: float, variance: float, tau: float = 1.0) -> Float[np.ndarra
 
 
 def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
-    """Fits mu_F and V_F to u_j of each task's features, and tau (Eq. foreign, line 13).
+    """Returns mu_F, V_F and tau, fitted to u_j of each task's features (Eq. foreign, line 13).
 
-    Pairs of tasks weigh the same; tau is the median over all residuals. With one task there are no
-    foreign residuals, and p_F = p_O.
+    All pairs of tasks have the same weight; tau is the median over all residuals. With one task
+    p_F is p_O.
     """
     if not residuals:
         return Foreign()
@@ -231,8 +232,8 @@ def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
     mean = float(means.mean())
     variance = max(float((variances + (means - mean) ** 2).mean()), SCALE_FLOOR)
     wide, ratio = (u.ravel().astype(float) for u in residuals), log_ratio(mean, variance)
-    ratios = np.concatenate([np.abs(np.polyval(ratio, u)).astype(np.float32) for u in wide])
-    return Foreign(mean, variance, max(float(np.median(ratios)), SCALE_FLOOR))
+    sizes = np.concatenate([np.abs(np.polyval(ratio, u)).astype(np.float32) for u in wide])
+    return Foreign(mean, variance, max(float(np.median(sizes)), SCALE_FLOOR))
 
 
 @jax.jit
@@ -241,9 +242,9 @@ def fuse(
 ) -> tuple[Float[Array, "n t"], Int[Array, "n t"]]:
     """Returns S_t and the best row of each head (Eq. score-fusion, Eq. dual-main, lines 17 and 18).
 
-    `measured`, `tasks`, `log_ratios` and the weights w_v have an item by view. Switches: whether
-    TSF is on, alpha, beta, and `nearest`. If `nearest`, affinities are standardised over the tasks
-    of each input ("PAC Neighborhood Size").
+    `measured`, `tasks`, `log_ratios` and the weights w_v have an item by view. The switches are TSF
+    (on or off), alpha, beta and `nearest`, which standardises affinities over the tasks of each
+    input (paper, "PAC Neighborhood Size").
     """
     tsf, alpha, beta, nearest = switches
     scale = jnp.where(tsf, tasks[0].scales[:, 1], tasks[0].scales[:, 0])
@@ -261,7 +262,7 @@ def fuse(
 
 
 class Terms(NamedTuple):
-    """A batch measured against all tasks; `fuse` combines the terms under any switches."""
+    """Measurements of a batch against all tasks; `fuse` combines them under any switches."""
 
     blocks: Blocks
     measured: list[list[Measured]]  # by block and view, on the device
@@ -279,17 +280,18 @@ class Terms(NamedTuple):
         pretrained_view: bool = True,
         nearest: bool = False,
     ) -> Scores:
-        """Returns the scores with the named components switched on: raw logits without any."""
-        of = self.settings
-        weights = adapted_view * of.adapted_view_weight, pretrained_view * of.pretrained_view_weight
-        switches = tsf, rlc * of.rlc_weight, pac * of.pac_weight, nearest
+        """Returns the scores with some components on; without any they are the raw logits."""
+        full = self.settings
+        views = full.adapted_view_weight, full.pretrained_view_weight
+        weights = views[0] * adapted_view, views[1] * pretrained_view
+        switches = tsf, rlc * full.rlc_weight, pac * full.pac_weight, nearest
         common = self.tasks, self.log_ratios, weights[: len(self.tasks)], switches
         scores, rows = self.blocks.gather([fuse(block, *common) for block in self.measured])
         return Scores(scores[:, : len(self.classes)], rows[:, : len(self.classes)], self.classes)
 
     @property
     def log_ratios(self) -> list[Float[np.ndarray, " 3"]]:
-        """Returns log(p_F / p_O) / tau by view, see `log_ratio`."""
+        """Returns log(p_F / p_O) / tau by view; see `log_ratio`."""
         return [log_ratio(*reference) for reference in self.references]
 
     def column(self, name: str, view: int = 0) -> Float[np.ndarray, "n tasks ..."]:
@@ -311,10 +313,10 @@ class Terms(NamedTuple):
 
 
 class FDC(Calibrator):
-    """Calibrates the competition of task heads from feature statistics (Algorithm 1).
+    """Feature Distribution Calibration of task heads (Algorithm 1).
 
-    The order of tasks matters: a task's foreign residuals are measured against earlier tasks only.
-    Features are used as they are: TSF and PAC depend on where the origin is.
+    The order of tasks matters: the foreign residuals of a task are those against earlier tasks.
+    Features are not centred: TSF and PAC depend on their origin.
     """
 
     name = "fdc"
@@ -324,22 +326,21 @@ class FDC(Calibrator):
         super().__init__()
         self.settings = Settings(**settings)
         self.tasks: list[Task] = []
-        # F^v by view: u_j of every task from the second on, by earlier task j; None once released.
+        # F^v by view: u_j of every task from the second on, by earlier task j; None if released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
         self.references: list[Foreign] = []  # by view; empty before `finalize`
 
-    def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
-        """See `Calibrator.fit_task` (lines 5 to 11); `previous` is not used."""
+    def _fit(self, given: inputs.TaskInput) -> None:
+        """Computes the statistics of a task (lines 5 to 11)."""
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
-        given = self._task(adapted, labels, head, pretrained, classes)
         self.settings.check_neighbours(given.task, given.counts)
         rows, blocks = given.rows, compiled.blocks_of(given.views)
         # Line 6, and line 9 within `pack`.
         pairs = [mean_and_prototypes(view, rows, len(given.classes)) for view in blocks]
         bases = pca(blocks, rows, [mean for mean, _ in pairs], self.settings.retained_energy)
         views = [View(mean, basis, p) for (mean, p), basis in zip(pairs, bases, strict=True)]
-        # The task against itself; the moments in `alone` are placeholders, not used here.
+        # The task against itself; `measure` does not read the moments, which follow.
         gamma, head = self.settings.attenuation, [given.head]
         alone = pack([Task(views)], [given.counts], head, gamma, pad=False)
         own = blocks[0].gather(self._by_block(blocks, alone, head))
@@ -347,21 +348,22 @@ class FDC(Calibrator):
             residual, (mean, std) = moments(measured.residual), moments(measured.distance)
             views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
             if residual[1] <= SCALE_FLOOR and len(view.basis) < len(view.mean):
-                warn_of_equal_residuals(given, index)
+                name = inputs.name_of(f"{inputs.VIEWS[index]} features", given.task)
+                reason = f"residual ratios of its samples ({len(rows)}) do not vary"
+                _LOGGER.warning(f"{name}: {reason}, and dominate RLC's foreign reference")
         scales = [moments(z.max(axis=-1))[1] for z in (own[0].raw, own[0].filtered)]  # Line 10.
-        foreign = [list(of_view) for of_view in self.foreign or [[] for _ in blocks]]
-        if self.tasks:  # Line 7.
-            for index, block in enumerate(blocks):
-                earlier = [task.views[index] for task in self.tasks]
-                foreign[index].append(foreign_residuals(block, earlier))
+        foreign = [list(residuals) for residuals in self.foreign or [[] for _ in blocks]]
+        for index, block in enumerate(blocks if self.tasks else []):  # Line 7.
+            earlier = [task.views[index] for task in self.tasks]
+            foreign[index].append(foreign_residuals(block, earlier))
         self.tasks, self.foreign, self.references = [*self.tasks, Task(views, *scales)], foreign, []
-        self._append(given, guessed=own[0].raw[:, 0].argmax(axis=1))
+        self._append(given, own[0].raw[:, 0].argmax(axis=1))
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC; `release` discards F^v, as line 13 does."""
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
-        self.references = self.references or [fit_foreign(of) for of in self.foreign or []]
+        self.references = self.references or [*map(fit_foreign, self.foreign or [])]
         self.foreign = None if release else self.foreign
 
     def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
@@ -377,14 +379,12 @@ class FDC(Calibrator):
 
     @cached_property
     def _packed(self) -> list[PackedTasks]:
-        # The base class drops it after each change of tasks or heads.
         return pack(self.tasks, self.counts, self.heads, self.settings.attenuation)
 
     def measured(self, views: Sequence[Array], tasks: Any, heads: Any) -> list[Measured]:
-        """Returns the measurements of a batch by view, also within other compiled functions."""
-        gamma, neighbours = self.settings.attenuation, self.settings.neighbours
-        how = gamma, neighbours, heads[0].affine.normalised
-        return [measure(view, of, *how) for view, of in zip(views, tasks, strict=True)]
+        """Returns the measurements of a batch by view; other functions may compile it."""
+        settings = self.settings.attenuation, self.settings.neighbours, heads[0].affine.normalised
+        return [measure(*pair, *settings) for pair in zip(views, tasks, strict=True)]
 
     def _by_block(self, blocks: Sequence[Blocks], tasks: list[PackedTasks], heads: Any) -> Any:
         """Returns measurements by block and view."""
@@ -398,8 +398,8 @@ class FDC(Calibrator):
         """Returns the scores of `COMPONENTS`; those of one view only if there are two."""
         terms = self.terms(adapted, pretrained)
         both = len(terms.tasks) == 2
-        names = [name for name in COMPONENTS if both or not name.endswith("_view")]
-        return {name: terms.fuse(**COMPONENTS[name]) for name in names}
+        parts = {name: on for name, on in COMPONENTS.items() if both or "view" not in name}
+        return {name: terms.fuse(**on) for name, on in parts.items()}
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Terms.by_class`."""
@@ -410,7 +410,7 @@ class FDC(Calibrator):
         """Returns the bytes of statistics in use, as the paper counts them: no heads, no F^v."""
         settings, count = self.settings, self.num_tasks
         weights = settings.adapted_view_weight, settings.pretrained_view_weight
-        rows = count + sum(int((of > 0).sum()) for of in self.counts)  # means and prototypes
+        rows = count + int((np.concatenate(self.counts) > 0).sum())  # means and prototypes
         numbers = 2 * count  # sigma_t without and with TSF
         for index, (weight, width) in enumerate(zip(weights, self.widths, strict=False)):
             if weight or (index == 0 and settings.attenuation):

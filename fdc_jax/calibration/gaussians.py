@@ -25,11 +25,12 @@ import copy
 import logging
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import scipy.linalg
+from jaxtyping import Bool, Float, Int
 
 from fdc_jax.calibration import confidence, drift, familiarity, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
@@ -37,9 +38,6 @@ from fdc_jax.calibration.compiled import in_blocks, padded, padded_size
 from fdc_jax.calibration.familiarity import OWN_SHARE, shared_precision
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
-
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
 
@@ -195,14 +193,12 @@ class Gaussians(Calibrator):
         self.confidence = confidence.Confidence()
         self.familiarity = familiarity.Familiarity()
 
-    def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
-        """See `Calibrator.fit_task`."""
-        given = self._task(adapted, labels, head, pretrained, classes)
+    def _fit(self, given: inputs.TaskInput) -> None:
         # Only memory maps stay unread.
         given = given._replace(views=[inputs.host_array(view, "") for view in given.views])
         fitted, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         if given.task:
-            fitted._compensate(given, previous)
+            fitted._compensate(given)
         held = confidence.held_out(given.rows) & (first + count <= confidence.CLASSES)
         fits = (fit_classes(view, given.rows, count, held) for view in given.views)
         kept, every = map(list, zip(*fits, strict=True))
@@ -235,9 +231,9 @@ class Gaussians(Calibrator):
         values = familiarity.left_out(known, features, columns[some], counts)
         self.familiarity = self.familiarity.with_task(known, values, columns[some])
 
-    def _compensate(self, given: inputs.TaskInput, previous: Any) -> None:
+    def _compensate(self, given: inputs.TaskInput) -> None:
         """Moves the adapted view of all earlier classes by the map of a new task."""
-        name = f"previous features of task {given.task}"
+        name, previous = inputs.name_of("previous features", given.task), given.previous
         if self.compensated is not None and self.compensated != (previous is not None):
             raise InputError(
                 f"{name}: expected features by the encoder before each task from the second one on "

@@ -1,36 +1,39 @@
-"""What calibrators accept: features, labels and heads, checked and cut into blocks.
+"""Features, labels and heads as calibrators accept them: their checks, and blocks of rows.
 
-Features and labels come as arrays of NumPy, JAX or any library that offers `__array__` or
-`__dlpack__`, or as memory maps.
+Arrays are of NumPy, memory maps among them, of JAX, or of any library that offers `__array__` or
+`__dlpack__`. Error lines count tasks from 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from fdc_jax.calibration.compiled import in_blocks, squared_norm
 from fdc_jax.errors import InputError
 from fdc_jax.heads import KINDS
 
-if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
-
-# Rows that are read and computed with at once.
+# Rows of a block on the host.
 BLOCK_ROWS = 1024
 
 VIEWS = ("adapted", "pretrained")
 
 
+def name_of(part: str, task: int) -> str:
+    """Returns the name of an input of a task, such as "labels", in messages."""
+    return f"{part} of task {task} (from 0)"
+
+
 def host_array(value: Any, name: str) -> np.ndarray:
-    """Returns a NumPy view or copy of an array of any library; memory maps stay unread.
+    """Returns an array of any library as one of NumPy, a view if possible; reads no memory map.
 
     Raises:
-        InputError: `value` is no array, or lives on devices of another process.
+        InputError: `value` is no array, or is on devices of another process.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -47,11 +50,11 @@ def host_array(value: Any, name: str) -> np.ndarray:
 
 
 def feature_array(value: Any, name: str, width: int | None = None) -> Any:
-    """Returns checked features [n, width] of their own number type; JAX arrays stay in place.
+    """Returns features [n, width] after checks, in their number type; JAX arrays stay in place.
 
     Raises:
-        InputError: not two-dimensional, no columns, not real numbers, another width, or a row that
-            is not finite in float32.
+        InputError: the array is not two-dimensional, has no columns, another width or other than
+            real numbers, or has a row that is not finite in float32.
     """
     stays = isinstance(value, jax.Array) and value.is_fully_addressable
     array: Any = value if stays else host_array(value, name)
@@ -67,7 +70,7 @@ def feature_array(value: Any, name: str, width: int | None = None) -> Any:
 
 
 def _finite(array: Any) -> Bool[np.ndarray, " n"]:
-    """Returns whether the squared length of each row is finite in float32."""
+    """Returns True for each row with a squared length that is finite in float32."""
     if isinstance(array, jax.Array):
         return in_blocks(_finite_on_device, None, array)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -80,27 +83,27 @@ def _finite_on_device(_: None, block: Float[jax.Array, "n d"]) -> Bool[jax.Array
 
 
 def check_real(array: np.ndarray, name: str) -> None:
-    """Raises InputError for objects, text, truth values and complex numbers."""
-    # NumPy does not know the kind of bfloat16.
+    """Raises InputError if an array has objects, text, truth values or complex numbers."""
+    # bfloat16 has no kind in NumPy.
     if array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16":
         raise InputError(f"{name}: expected real numbers, found {array.dtype}")
 
 
 def float32(array: np.ndarray) -> Float[np.ndarray, ...]:
-    """Returns the array in float32; what does not fit becomes infinite."""
+    """Returns an array in float32; numbers beyond its range become infinite."""
     with np.errstate(over="ignore"):
         return np.asarray(array, dtype=np.float32)
 
 
 def blocks(features: np.ndarray) -> Iterator[tuple[slice, Float[np.ndarray, "block d"]]]:
-    """Yields slices of rows with the features there, in float32."""
+    """Yields slices of rows, and the features of these rows in float32."""
     for start in range(0, len(features), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
         yield rows, float32(features[rows])
 
 
 def same_length(array: np.ndarray, adapted: np.ndarray, name: str) -> None:
-    """Raises InputError unless an array has a row for each row of the adapted features."""
+    """Raises InputError unless an array has as many rows as the adapted features."""
     if len(array) != len(adapted):
         raise InputError(
             f"{name}: expected {len(adapted)} rows like the adapted features, found {len(array)}"
@@ -108,7 +111,7 @@ def same_length(array: np.ndarray, adapted: np.ndarray, name: str) -> None:
 
 
 def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
-    """Returns labels as int64 [n]; InputError if they are not integers in one dimension."""
+    """Returns labels as int64 [n]; raises InputError unless they are integers in one dimension."""
     array = host_array(value, name)
     if array.ndim != 1:
         raise InputError(f"{name}: expected shape [samples], found {list(array.shape)}")
@@ -122,7 +125,7 @@ def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
 def score_views(
     adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
 ) -> list[Any]:
-    """Returns the features of one or both views to be scored; `widths` are those of the tasks."""
+    """Returns the checked features of a batch by view; `widths` are those of the tasks."""
     if pretrained is None and len(widths) == 2 and needs_pretrained:
         raise InputError(
             "pretrained features: expected, since the tasks were fitted with them; leave them "
@@ -141,18 +144,19 @@ def score_views(
 
 
 class TaskInput(NamedTuple):
-    """Input of `fit_task`, checked."""
+    """The checked input of `Calibrator.fit_task`."""
 
-    task: int  # its number, counted from 0
+    task: int  # index, from 0
     views: list[Any]  # adapted features and, if given, pretrained ones
     labels: Int[np.ndarray, " n"]
     classes: Int[np.ndarray, " c"]  # label of each head row
-    counts: Int[np.ndarray, " c"]  # samples of each of these
-    head: Any  # None if none is given
+    counts: Int[np.ndarray, " c"]  # samples of each class
+    head: Any  # or None
+    previous: Any  # unchecked; or None
 
     @property
     def rows(self) -> Int[np.ndarray, " n"]:
-        """The index of each sample's label among `classes`."""
+        """Returns the index of each sample's label in `classes`."""
         order = np.argsort(self.classes)
         return order[np.searchsorted(self.classes, self.labels, sorter=order)]
 
@@ -160,21 +164,22 @@ class TaskInput(NamedTuple):
 def task_views(
     adapted: Any, labels: Any, pretrained: Any, task: int, widths: Sequence[int]
 ) -> tuple[list[Any], Int[np.ndarray, " n"]]:
-    """Returns features and labels of a task, alike in rows and with the views of earlier tasks."""
+    """Returns the checked features by view and labels of a task; `widths` are of earlier tasks."""
+    *names, name = [name_of(part, task) for part in (*(f"{v} features" for v in VIEWS), "labels")]
     if widths and len(widths) != 2 - (pretrained is None):
         had, has = ("none", "some") if len(widths) == 1 else ("some", "none")
         raise InputError(
-            f"pretrained features of task {task}: earlier tasks had {had}, this one has {has}; "
+            f"{names[1]}: earlier tasks had {had}, this one has {has}; "
             "give them for all tasks or for none"
         )
-    names = [f"{view} features of task {task}" for view in VIEWS]
     given = [adapted] if pretrained is None else [adapted, pretrained]
-    views = [feature_array(*it) for it in zip(given, names, widths or (None, None), strict=False)]
-    labels = label_array(labels, f"labels of task {task}")
+    columns = zip(given, names, widths or (None, None), strict=False)
+    views = [feature_array(*column) for column in columns]
+    labels = label_array(labels, name)
     same_length(views[-1], views[0], names[1])
-    same_length(labels, views[0], f"labels of task {task}")
+    same_length(labels, views[0], name)
     if not len(labels):
-        raise InputError(f"task {task}: expected at least one sample, found none")
+        raise InputError(f"{name}: expected at least one sample, found none")
     return views, labels
 
 
@@ -187,9 +192,10 @@ def task_classes(
 ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
     """Returns the label and the number of samples of each head row.
 
-    Without `named` labels they are the distinct ones, ascending; `num_rows` is None without a head.
+    By default, `named` being None, labels are in ascending order. Without a head `num_rows` is
+    None. Raises InputError if `named` or the head does not suit the labels.
     """
-    name = f"classes of task {task}"
+    name = name_of("classes", task)
     values, times = np.unique(labels, return_counts=True)
     classes = values if named is None else label_array(named, name)
     if len(np.unique(classes)) < len(classes):
@@ -200,34 +206,31 @@ def task_classes(
             hint = "where a class has no sample, name the labels"
             rest = f"the samples have {len(classes)}; {hint}"
         raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {rest}")
-    check_new(classes, task, earlier)
+    check_new(classes, name_of("labels", task), earlier)
     if not (known := np.isin(labels, classes)).all():
-        row = int(np.argmin(known))
-        raise InputError(
-            f"labels of task {task}: label {labels[row]} at row {row} is none of the head's classes"
-        )
+        row, name = int(np.argmin(known)), name_of("labels", task)
+        raise InputError(f"{name}: label {labels[row]} at row {row} is none of the head's classes")
     samples = dict(zip(values.tolist(), times.tolist(), strict=True))
     return classes, np.array([samples.get(label, 0) for label in classes.tolist()], np.int64)
 
 
 def check_new(
-    classes: Int[np.ndarray, " c"], task: int, earlier: Sequence[Int[np.ndarray, " _"]]
+    classes: Int[np.ndarray, " c"], name: str, earlier: Sequence[Int[np.ndarray, " _"]]
 ) -> None:
-    """Raises InputError if a label of a task is an earlier task's."""
-    for other, taken in enumerate(earlier):
-        if again := set(classes.tolist()) & set(taken.tolist()):
-            raise InputError(
-                f"labels of task {task}: label {min(again)} already belongs to task {other}"
-            )
+    """Raises InputError if a label belongs to an earlier task; `name` is that of the labels."""
+    for task, labels in enumerate(earlier):
+        if again := set(classes.tolist()) & set(labels.tolist()):
+            raise InputError(f"{name}: label {min(again)} already belongs to task {task} (from 0)")
 
 
-def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
-    """Returns a head of `heads.KINDS` with float32 arrays; `width` is that of its input.
+def checked_head(head: Any, part: str, task: int, width: int, like: Any) -> Any:
+    """Returns a head of `heads.KINDS` with float32 arrays, for features of a width.
 
     Raises:
-        InputError: no such head, another kind than the head `like`, or an array of another shape
-            than [c, width] and [c], not of real numbers, or not finite.
+        InputError: the head has another type or another kind than the head `like`, or an array that
+            is not [c, width] or [c], not of real numbers, or not finite.
     """
+    name = name_of(part, task)
     if type(head) not in KINDS:
         raise InputError(
             f"{name}: expected one of {', '.join(kind.__name__ for kind in KINDS)} "
@@ -238,28 +241,28 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
             f"{name}: expected a {KINDS[type(like)]} head like task 0, found {KINDS[type(head)]}"
         )
     parts: dict[str, np.ndarray] = {}
-    for part, value in head._asdict().items():
+    names = {field: name_of(f"{part} {field}", task) for field in head._fields}
+    for field, value in head._asdict().items():
         number = isinstance(value, int | float)
-        array = host_array(np.asarray(value) if number else value, f"{name}: {part}")
-        check_real(array, f"{name}: {part}")
-        parts[part] = float32(array).copy()  # Whoever gave it may go on training it.
+        array = host_array(np.asarray(value) if number else value, names[field])
+        check_real(array, names[field])
+        parts[field] = float32(array).copy()  # The caller may train the head further.
     matrix, *others = parts
     rows = parts[matrix]
     if rows.ndim != 2 or len(rows) == 0 or rows.shape[1] != width:
-        raise InputError(
-            f"{name}: {matrix}: expected shape [classes, {width}], found {[*rows.shape]}"
-        )
-    for part in others:
-        if part == "bias" and parts[part].ndim == 0:
-            parts[part] = np.full(len(rows), parts[part])
-        shape = (len(rows),) if part == "bias" else ()
-        if parts[part].shape != shape:
+        expected = f"shape [classes, {width}]"
+        raise InputError(f"{names[matrix]}: expected {expected}, found {[*rows.shape]}")
+    for field in others:
+        if field == "bias" and parts[field].ndim == 0:
+            parts[field] = np.full(len(rows), parts[field])
+        shape = (len(rows),) if field == "bias" else ()
+        if parts[field].shape != shape:
             expected = f"shape {[*shape]}" if shape else "a number"
-            raise InputError(f"{name}: {part}: expected {expected}, found {[*parts[part].shape]}")
-    for part, values in parts.items():
+            raise InputError(f"{names[field]}: expected {expected}, found {[*parts[field].shape]}")
+    for field, values in parts.items():
         with np.errstate(over="ignore"):
             squares = np.square(values.reshape(*values.shape[:1], -1)).sum(axis=-1)
         if not (finite := np.isfinite(squares)).all():
             row = f"row {np.argmin(finite)}"
-            raise InputError(f"{name}: {part}: {row} is not finite, or too large for float32")
+            raise InputError(f"{names[field]}: {row} is not finite, or too large for float32")
     return type(head)(**parts)

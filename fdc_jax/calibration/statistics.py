@@ -1,15 +1,20 @@
-"""Settings of FDC, rows of the paper's ablation, and the statistics that FDC keeps."""
+"""Settings of FDC, rows of the paper's ablation, and statistics of tasks as FDC keeps them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
+from fdc_jax.calibration import compiled, inputs
+from fdc_jax.calibration.compiled import padded_size, stack
 from fdc_jax.errors import InputError
+from fdc_jax.heads import unit
 
 # Table current-ablation, and the views of Table plugin without TSF, as arguments of `Terms.fuse`.
 COMPONENTS = {
@@ -30,7 +35,7 @@ COMPONENTS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of FDC; the defaults are the paper's. InputError if one is out of range."""
+    """Settings of FDC; the defaults are the paper's. Raises InputError if one is out of range."""
 
     retained_energy: float = 0.75  # eta, share of a task's variance in its subspace, in (0, 1]
     attenuation: float = 0.5  # gamma, how much TSF removes outside the subspace, in [0, 1]
@@ -43,10 +48,10 @@ class Settings:
     def __post_init__(self):
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
-            least, what = (1, "count") if kind is int else (0, "finite number")
+            least, noun = (1, "count") if kind is int else (0, "finite number")
             real = issubclass(type(value), Real) and not isinstance(value, bool)
             if not (real and abs(value) < 1e300 and kind(value) == value >= least):
-                raise InputError(f"{field.name}: expected a {what} from {least}, found {value!r}")
+                raise InputError(f"{field.name}: expected a {noun} from {least}, found {value!r}")
             object.__setattr__(self, field.name, kind(value))
         if not 0.0 < self.retained_energy <= 1.0:
             raise InputError(f"retained_energy: expected 0 < x <= 1, found {self.retained_energy}")
@@ -56,8 +61,8 @@ class Settings:
     def check_neighbours(self, task: int, counts: Int[np.ndarray, " c"]) -> None:
         """Raises InputError if a task has fewer classes with samples than there are neighbours."""
         if (present := int((counts > 0).sum())) < self.neighbours:
-            wanted = f"{self.neighbours} neighbours need as many classes with samples"
-            raise InputError(f"task {task}: {wanted}, found {present}")
+            expected = f"{self.neighbours} neighbours need as many classes with samples"
+            raise InputError(f"{inputs.name_of('labels', task)}: {expected}, found {present}")
 
 
 class View(NamedTuple):
@@ -66,8 +71,8 @@ class View(NamedTuple):
     mean: Float[np.ndarray, " d"]  # m_t
     basis: Float[np.ndarray, "r d"]  # U_t; no row if nothing varies
     prototypes: Float[np.ndarray, "c d"]  # p_{t,c}; zero for classes without an image
-    residual: tuple[float, float] = (0.0, 1.0)  # moments of the task's own rho_t
-    affinity: tuple[float, float] = (0.0, 1.0)  # of its own A_t
+    residual: tuple[float, float] = (0.0, 1.0)  # moments of rho_t on the task's samples
+    affinity: tuple[float, float] = (0.0, 1.0)  # moments of A_t on the task's samples
 
 
 class Task(NamedTuple):
@@ -84,3 +89,61 @@ class Foreign(NamedTuple):
     mean: float = 0.0  # mu_F
     variance: float = 1.0  # V_F
     scale: float = 1.0  # tau
+
+
+class PackedTasks(NamedTuple):
+    """Statistics of several tasks in one view, as padded arrays on the device."""
+
+    mean: Float[Array, "t d"]
+    basis: Float[Array, "t r d"]
+    length: Float[Array, " t"]  # |m|
+    directions: Float[Array, "t c+1 d"]  # p - m^ of each class, then m^ = m / |m|
+    offset: Float[Array, "t c"]  # |m| - m.p, infinite for a class without samples
+    residual: Float[Array, "t 2"]  # moments of rho_t
+    distance: Float[Array, "t 2"]  # moments of 1 - A_t
+    scales: Float[Array, "t 2"]  # sigma_t without and with TSF; 0 for padding tasks
+    heads: tuple[Array, Array] | None  # W_t (line 9: and W~_t), b_t; None in the pretrained view
+
+
+def subspaces(views: Sequence[View], size: int) -> tuple[Array, Array]:
+    """Returns m_t and U_t of tasks in one view on the device, padded to a number of tasks."""
+    bases = stack([view.basis for view in views], padded_size(max(len(v.basis) for v in views), 16))
+    return compiled.placed(size, [view.mean for view in views]), compiled.placed(size, bases)
+
+
+def pack(tasks: Sequence[Task], counts: Sequence[Any], heads: Any, pad: bool) -> list[PackedTasks]:
+    """Returns the statistics of tasks by view, with the heads in the adapted view.
+
+    `counts` are samples of each class, by task; `pad` pads the number of tasks.
+    """
+    size, packed = padded_size(len(tasks), 8) if pad else len(tasks), []
+    most, put = max(map(len, counts)), partial(compiled.placed, size)
+    classes = padded_size(most + 1, 8) - 1  # With m^ a multiple of 8: products are fast.
+    for views in zip(*(task.views for task in tasks), strict=True):
+        mean, basis = subspaces(views, size)
+        # In float64: the differences are small.
+        means = np.array([view.mean for view in views], float)
+        prototypes = unit(stack([view.prototypes for view in views], classes).astype(float))
+        lengths, unit_means = np.linalg.norm(means, axis=1), unit(means)[:, None]
+        offset = lengths[:, None] - np.einsum("tcd,td->tc", prototypes, means)
+        offset[stack(counts, classes) == 0] = np.inf
+        affine = None
+        if not packed:
+            forms, rows = [head.affine for head in heads], padded_size(most, 4)
+            weights = put(stack([form.rows for form in forms], rows))
+            biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
+            affine = weights, put(stack(biases, rows, -np.inf))
+        packed.append(
+            PackedTasks(
+                mean,
+                basis,
+                length=put(lengths),
+                directions=put(np.concatenate([prototypes - unit_means, unit_means], axis=1)),
+                offset=put(offset),
+                residual=put([view.residual for view in views]),
+                distance=put([(1.0 - view.affinity[0], view.affinity[1]) for view in views]),
+                scales=put([(task.raw_scale, task.filtered_scale) for task in tasks]),
+                heads=affine,
+            )
+        )
+    return packed

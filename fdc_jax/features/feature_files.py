@@ -28,9 +28,10 @@ Statistics come from the head as it was after its task, `head_weight_t`, predict
 head. Without `final_head_weight_t` both are the same.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,13 @@ _TRAIN = ("train_adapted", "train_pretrained", "train_labels", "train_previous")
 _PER_TASK = (*_TRAIN, "head_classes", *_HEAD, *_FINAL)
 _WHOLE = ("test_adapted", "test_pretrained", "test_labels", "head_kind")
 _TASK_NAME = re.compile(rf"({'|'.join(_PER_TASK)})_(0|[1-9][0-9]{{0,5}})")
+
+# Names of arrays by the names in messages of calibrators, where tasks count from 0, too.
+_ARRAYS = {f"{view} features": f"train_{view}" for view in ("adapted", "pretrained", "previous")}
+_ARRAYS |= {"labels": "train_labels", "classes": "head_classes"}
+_ARRAYS |= dict.fromkeys(("head weight", "head means", "head"), "head_weight")
+_ARRAYS |= {"head bias": "head_bias", "head scale": "head_scale"}
+_NAME = re.compile(rf"(final )?({'|'.join(_ARRAYS)}) of task (\d+) \(from 0\)|^(\w+) features")
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -132,10 +140,22 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
     # NumPy writes bfloat16 as two bytes without a type.
     untyped = {name: array for name, array in arrays.items() if array.dtype == "V2"}
     arrays |= {name: array.view(ml_dtypes.bfloat16) for name, array in untyped.items()}
-    try:
+    with errors_of(path):
         return _feature_set(arrays)
+
+
+@contextlib.contextmanager
+def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises InputErrors again with the file, and with its arrays instead of arguments."""
+
+    def array(match: re.Match[str]) -> str:
+        final, part, task, test = match.groups()
+        return f"test_{test}" if test else f"{'final_' * bool(final)}{_ARRAYS[part]}_{task}"
+
+    try:
+        yield
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {_NAME.sub(array, str(error))}") from error
 
 
 def _feature_set(arrays: Arrays) -> FeatureSet:
@@ -144,15 +164,16 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
     classes = []
     for t in range(count):
         named = f"head_classes_{t}" in arrays
-        own = _labels(arrays, f"head_classes_{t}" if named else f"train_labels_{t}")
+        name = f"head_classes_{t}" if named else f"train_labels_{t}"
+        own = inputs.label_array(arrays[name], name)
         classes.append(own if named else np.unique(own))
-        inputs.check_new(classes[t], t, classes[:t])
+        inputs.check_new(classes[t], name, classes[:t])
     if (kind := str(arrays.get("head_kind", "linear"))) not in _TYPES:
         raise InputError(did_you_mean("head_kind", kind, _TYPES))
     tasks = tuple(_task(arrays, t, classes, kind) for t in range(count))
     test, labels = _features(arrays, "test_adapted"), None
     if "test_labels" in arrays:
-        labels = _labels(arrays, "test_labels")
+        labels = inputs.label_array(arrays["test_labels"], "test_labels")
         _check_rows(labels, "test_labels", test, "test_adapted")
         if not (known := np.isin(labels, np.concatenate(classes))).all():
             row = int(np.argmin(known))
@@ -216,16 +237,12 @@ def _check_rows(array: np.ndarray, name: str, like: np.ndarray, like_name: str) 
         raise InputError(f"{name}: expected {expected}, found {len(array)}")
 
 
-def _labels(arrays: Arrays, name: str) -> Int[np.ndarray, " n"]:
-    return inputs.label_array(arrays[name], name)
-
-
 def _task(
     arrays: Arrays, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
 ) -> TaskFeatures:
-    name = f"train_adapted_{t}"
-    adapted, labels = _features(arrays, name), _labels(arrays, f"train_labels_{t}")
-    _check_rows(labels, f"train_labels_{t}", adapted, name)
+    name, of_labels = f"train_adapted_{t}", f"train_labels_{t}"
+    adapted, labels = _features(arrays, name), inputs.label_array(arrays[of_labels], of_labels)
+    _check_rows(labels, of_labels, adapted, name)
     pretrained = _features(arrays, f"train_pretrained_{t}", adapted, name)
     previous = _features(arrays, f"train_previous_{t}")
     if previous is not None and previous.shape != adapted.shape:
@@ -286,7 +303,7 @@ def write_task(
     """
     path, kind = Path(folder) / "head_kind.npy", heads.KINDS[type(head)]
     if task > 0 and path.exists() and (stored := str(read_npy(path))) != kind:
-        raise InputError(f"{path}: expected {kind} as the head of task {task}, is {stored}")
+        raise InputError(f"{path}: expected {kind}, the kind of head {task} (from 0), is {stored}")
     given = dict(zip(_TRAIN, (adapted, pretrained, labels, previous), strict=True))
     given |= {"head_classes": classes, **_head_arrays(head)}
     of_task = {f"{name}_{task}": given.get(name) for name in _PER_TASK}

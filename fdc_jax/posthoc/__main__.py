@@ -138,13 +138,14 @@ def _outcomes(
 ) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
     """Returns the features of a file, the results of methods, and why others do not apply."""
     features = feature_files.load(file)
-    moved = methods.moved(features) if options.moved else features
-    outcomes, refused = {"raw": methods.run("raw", features, {})}, {}
+    with feature_files.errors_of(file):
+        outcomes, refused = {"raw": methods.run("raw", features, {})}, {}
+        moved = methods.moved(features) if options.moved else features
     for name in names:
         try:
-            if name != "raw":
+            with feature_files.errors_of(file):
                 own = features if calibration.make(name).reads_previous else moved
-                outcomes[name] = methods.run(name, own, settings)
+                outcomes[name] = outcomes.get(name) or methods.run(name, own, settings)
         except InputError as error:
             if len(names) == 1:
                 raise
@@ -170,7 +171,7 @@ def _report(
         for seed, file in enumerate(files, 1):
             features, outcomes, refused = _outcomes(options, file, names, settings)
             for name, reason in refused.items():
-                _LOGGER.warning(f"{file}: {name}: not applicable: {reason}")
+                _LOGGER.warning(f"{name}: not applicable: {reason}")
             run = folders[seed - 1], files[0].stem, seed
             seeds.write_run(*run, file, features, outcomes)
         if not options.quiet:

@@ -42,7 +42,8 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
     scored = time.perf_counter()
     unscored = ~np.isfinite(components["full"].task_scores).any(axis=1)
     if unscored.any():
-        raise InputError(f"{name}: no finite score for test row {int(np.argmax(unscored))}")
+        row = int(np.argmax(unscored))
+        raise InputError(f"test_adapted: row {row} has no finite score by {name}")
     return Outcome(name, calibrator, components, fitted - start, scored - fitted)
 
 
@@ -57,12 +58,11 @@ def moved(features: FeatureSet) -> FeatureSet:
     """
     adapted = [np.asarray(task.adapted) for task in features.tasks]
     for t, task in enumerate(features.tasks[1:], start=1):
+        name = f"train_previous_{t}"
         if task.previous is None:
-            raise InputError(
-                f"train_previous_{t}: missing; expected features of the task's samples by the "
-                "encoder before it, as statistics follow the encoder"
-            )
-        previous = inputs.feature_array(task.previous, f"train_previous_{t}")
+            expected = "features of the task's samples by the encoder before the task"
+            raise InputError(f"{name}: missing, which --moved reads; expected {expected}")
+        previous = inputs.feature_array(task.previous, name)
         step = drift.fit_map(previous, adapted[t])
         adapted[:t] = [step.move(earlier).astype(np.float32) for earlier in adapted[:t]]
     pairs = zip(features.tasks, adapted, strict=True)

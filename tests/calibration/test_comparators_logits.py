@@ -107,7 +107,7 @@ def test_other_heads_are_scored_by_their_own_logits(data):
         expected = 7 * (data.adapted @ rows.T / norms).max(axis=1)
         np.testing.assert_allclose(scores.task_scores[:, t], expected, rtol=1e-5)
     for method in (logits.WeightAligning, logits.VirtualLogitMatching):
-        with pytest.raises(InputError, match=r": needs linear heads, .* is a CosineHead"):
+        with pytest.raises(InputError, match="needs linear heads, found a CosineHead"):
             fitted(method(), data.tasks, "cosine")
 
 
@@ -139,7 +139,7 @@ def test_replacing_heads_is_checked(data):
     comparator = fitted(logits.WeightAligning(), data.tasks)
     own = [task.head for task in data.tasks]
     zero = own[1]._replace(weight=np.zeros_like(own[1].weight))
-    with pytest.raises(InputError, match="wa: all rows of the head of task 1 are zero"):
+    with pytest.raises(InputError, match=r"^head weight of task 1 .*: all rows are zero"):
         comparator.replace_heads([own[0], zero, own[2]])
     expected = fitted(logits.WeightAligning(), data.tasks).score(data.adapted)
     np.testing.assert_array_equal(comparator.score(data.adapted).task_scores, expected.task_scores)

@@ -59,7 +59,7 @@ def test_what_is_wrong_on_a_device_is_one_line():
     found = streams.fitted([task])
     wrong = np.array(other.adapted)
     wrong[7, 0] = np.inf
-    with pytest.raises(InputError, match="adapted features of task 1: row 7 is not finite"):
+    with pytest.raises(InputError, match=r"adapted features of task 1 \(from 0\): row 7"):
         found.fit_task(jax.device_put(wrong), other.labels, other.head, other.pretrained)
     with pytest.raises(InputError, match="expected width 16, found 12"):
         found.score(jax.device_put(other.pretrained), other.pretrained)

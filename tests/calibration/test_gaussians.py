@@ -220,7 +220,9 @@ def test_previous_features_that_do_not_fit_change_nothing():
     tasks = streams.stream(1, 2)
     found = fitted(tasks[:1])
     known = found.views
-    with pytest.raises(InputError, match=r"^previous features of task 1: expected 45 rows like"):
+    with pytest.raises(
+        InputError, match=r"^previous features of task 1 \(from 0\): expected 45 rows like"
+    ):
         streams.fit(found, tasks[1:], previous=[np.zeros((5, 16), np.float32)])
     assert found.num_tasks == 1 and found.views is known and found.compensated is None
 
@@ -230,7 +232,7 @@ def test_previous_features_come_for_all_tasks_or_for_none(first):
     tasks = streams.stream(1, 3)
     previous = streams.previous_of(tasks)
     found = fitted(tasks[:2], previous[:2] if first else None)
-    with pytest.raises(InputError, match=r"^previous features of task 2: .* or of none"):
+    with pytest.raises(InputError, match=r"^previous features of task 2 \(from 0\): .* or of none"):
         streams.fit(found, tasks[2:], previous=None if first else previous[2:])
     assert found.num_tasks == 2
 

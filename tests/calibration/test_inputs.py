@@ -93,29 +93,41 @@ TASKS = [
     ),
 ]
 HEADS = [
-    (linear(SECOND.weight[:, 1:]), r"weight: expected shape \[classes, 16\], found \[4, 15\]"),
-    (linear(spoiled(SECOND.weight, 2, np.nan)), "weight: row 2 is not finite"),
-    (linear(spoiled(SECOND.weight, 1, 1e38)), "weight: row 1 is not finite, or too large for floa"),
-    (linear(bias=np.array([0, 0, 0, np.inf])), "bias: row 3 is not finite"),
-    (linear(bias=SECOND.bias[:3]), r"bias: expected shape \[4\], found \[3\]"),
-    (linear(SECOND.weight.astype(complex)), "weight: expected real numbers, found complex128"),
-    (heads.CosineHead(SECOND.weight), "expected a linear head like task 0, found cosine"),
-    (linear(bias=None), "bias: cannot be read as an array: found NoneType"),
-    (SECOND.weight, r"expected one of LinearHead, .* \(fdc_jax.heads\), found ndarray"),
+    (
+        linear(SECOND.weight[:, 1:]),
+        r"weight of task 1: expected shape \[classes, 16\], found \[4, 15\]",
+    ),
+    (linear(spoiled(SECOND.weight, 2, np.nan)), "weight of task 1: row 2 is not finite"),
+    (
+        linear(spoiled(SECOND.weight, 1, 1e38)),
+        "weight of task 1: row 1 is not finite, or too large for floa",
+    ),
+    (linear(bias=np.array([0, 0, 0, np.inf])), "bias of task 1: row 3 is not finite"),
+    (linear(bias=SECOND.bias[:3]), r"bias of task 1: expected shape \[4\], found \[3\]"),
+    (
+        linear(SECOND.weight.astype(complex)),
+        "weight of task 1: expected real numbers, found complex128",
+    ),
+    (
+        heads.CosineHead(SECOND.weight),
+        "of task 1: expected a linear head like task 0, found cosine",
+    ),
+    (linear(bias=None), "bias of task 1: cannot be read as an array: found NoneType"),
+    (SECOND.weight, r"of task 1: expected one of LinearHead, .* \(fdc_jax.heads\), found ndarray"),
 ]
 
 
 @pytest.mark.parametrize("method", ["fdc", "gaussians", "anacp-pretrained"])
 @pytest.mark.parametrize(("change", "message"), TASKS)
 def test_messages_of_fit_task(change, message, method):
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=message.replace(" 1:", r" 1 \(from 0\):")) as caught:
         fit(**change, method=method)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("head", "message"), HEADS)
 def test_messages_of_heads(head, message):
-    with pytest.raises(InputError, match=f"^head of task 1: {message}"):
+    with pytest.raises(InputError, match="^head " + message.replace(" 1:", r" 1 \(from 0\):")):
         fit(head=head)
 
 
@@ -181,11 +193,11 @@ def test_unknown_names_and_settings_are_refused():
 
 
 def test_neighbours_beyond_the_classes_of_a_task():
-    with pytest.raises(InputError, match=r"task 0: 4 neighbours need .* found 3"):
+    with pytest.raises(InputError, match=r"task 0 \(from 0\): 4 neighbours need .* found 3"):
         fit(neighbours=4)
     keep, head = SECOND.rows < 2, linear(np.zeros((5, 16)), np.zeros(5))
     views = SECOND.adapted[keep], SECOND.labels[keep], head, SECOND.pretrained[keep]
-    with pytest.raises(InputError, match=r"task 1: 3 neighbours need .* found 2"):
+    with pytest.raises(InputError, match=r"task 1 \(from 0\): 3 neighbours need .* found 2"):
         fit(*views, [3, 4, 5, 6, 7], neighbours=3)
 
 
@@ -242,9 +254,12 @@ def test_an_empty_batch_has_empty_scores(method):
     ("new_heads", "message"),
     [
         ([FIRST_HEAD], "heads: expected one per task, 2, found 1"),
-        ([FIRST_HEAD, FIRST_HEAD], "head of task 1: expected 4 classes, found 3"),
-        ([FIRST_HEAD, heads.CosineHead(SECOND.weight)], "head of task 1: expected a linear head"),
-        ([FIRST_HEAD, None], "head of task 1: expected one of"),
+        ([FIRST_HEAD, FIRST_HEAD], "1 .from 0.: expected 4 classes, found 3"),
+        (
+            [FIRST_HEAD, heads.CosineHead(SECOND.weight)],
+            "^final head of task 1 .from 0.: expected a",
+        ),
+        ([FIRST_HEAD, None], "^final head of task 1 .from 0.: expected one of"),
     ],
 )
 def test_messages_of_replace_heads(new_heads, message):
@@ -267,7 +282,7 @@ def test_a_head_in_another_order_is_warned_of_once(caplog):
         fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]))
     ((logger, line),) = lines(caplog)
     assert logger == "fdc_jax.calibration"
-    assert line.startswith("task 2 (from 1): its head is right about 0.0% of its own")
+    assert line.startswith("head of task 1 (from 0): accuracy 0.0% on the task's own training")
     caplog.clear()
     # Of classes that are named, in their order; and where no head is read, none is judged.
     with caplog.at_level(logging.WARNING, "fdc_jax"):
@@ -281,7 +296,7 @@ def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog):
         fit(SECOND.adapted[[0] * 45], head=linear(np.zeros((4, 16)), np.array([1, 0, 0, 0])))
     said = [line for _, line in lines(caplog) if "do not vary" in line]
     (line,) = said
-    assert line.startswith("adapted features of task 2 (from 1): residual ratios of its samples (")
+    assert line.startswith("adapted features of task 1 (from 0): residual ratios of its samples (")
 
 
 def test_of_many_heads_in_another_order_the_first_is_named(caplog):
@@ -291,7 +306,7 @@ def test_of_many_heads_in_another_order_the_first_is_named(caplog):
             streams.fit(found, [task._replace(weight=task.weight[::-1], bias=task.bias[::-1])])
             found = copy.deepcopy(found)
     ((_, line),) = lines(caplog)
-    assert line.startswith("task 1 (from 1): ") and "Heads of further tasks" in line
+    assert line.startswith("head of task 0 (from 0): ") and "Heads of further tasks" in line
 
 
 def test_that_drift_compensation_is_off_is_said_once(caplog):

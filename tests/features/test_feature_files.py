@@ -170,7 +170,7 @@ FAULTS = {
     "a label lost": (change(train_labels_0=np.array([0, 1, 0, 1])),
                      "train_labels_0: expected 5 rows as in train_adapted_0, found 4"),
     "label of two tasks": (change(train_labels_1=np.zeros(5, int)),
-                           "labels of task 1: label 0 already belongs to task 0"),
+                           "train_labels_1: label 0 already belongs to task 0"),
     "no class": (change(test_labels=np.array([0, 1, 7, 0, 0, 0])),
                  "test_labels: row 2 is label 7, no class of any task"),
     "head kind": (change(head_kind=np.array("quadratic")), "head_kind: expected one of linear"),
@@ -293,7 +293,9 @@ def test_rewriting_a_task_removes_what_is_no_longer_given(tmp_path):
     assert isinstance(features.tasks[0].head, heads.CosineHead)
     assert features.test_pretrained is None
     assert features.test_labels is None
-    with pytest.raises(InputError, match="expected linear as the head of task 1, is cosine"):
+    with pytest.raises(
+        InputError, match=r"head_kind.npy: expected linear, the kind of head 1 .*, is cosine"
+    ):
         write(tmp_path, example(), 1, linear)
 
 

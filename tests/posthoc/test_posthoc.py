@@ -145,8 +145,10 @@ def test_methods_that_do_not_apply_say_why(tmp_path, arrays, monkeypatch):
     np.savez(path, **one_view | {"head_kind": "cosine"})
     code, out, _ = run(path, "--method=all", "--neighbours=2")
     assert code == 0
-    assert "wa: not applicable: wa: needs linear heads, the head of task 0 is a CosineHead" in out
-    assert "ncm-pretrained: not applicable: ncm: expected pretrained features of task 0" in out
+    reason = f"{path}: head_weight_0: wa needs linear heads, found a CosineHead"
+    assert f"wa: not applicable: {reason}" in out
+    reason = f"{path}: train_pretrained_0: missing, which ncm reads"
+    assert f"ncm-pretrained: not applicable: {reason}" in out
     assert "\nfdc " in out
     assert "needs linear heads" in fails(path, "--method=vim")
 
@@ -189,7 +191,7 @@ def test_without_test_labels(tmp_path, arrays):
             "--calibrator: expected one file of features",
         ),
         ("source.npz --method=ranpac --projections=0", "--projections: expected at least 1"),
-        ("bad.npz --output=x.npz", "adapted features: row 0"),
+        ("bad.npz --output=x.npz", "bad.npz: test_adapted: row 0 is not finite"),
         # No file overwrites another.
         (
             "source.npz --output=o.npz --calibrator=o.npz",
@@ -222,7 +224,7 @@ def test_heads_that_know_nothing_are_named_once(tmp_path, arrays):
     np.savez(path, **arrays | {"head_weight_1": np.roll(arrays["head_weight_1"], 1, 0)})
     # Raw reads the heads, too.
     (line,) = run(path)[2].splitlines()
-    assert line.startswith("fdc_jax.posthoc: WARNING: task 2 (from 1): its head is right about ")
+    assert line.startswith("fdc_jax.posthoc: WARNING: head of task 1 (from 0): accuracy ")
     assert run(path, "--quiet")[2] == ""
 
 
@@ -303,6 +305,34 @@ for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
 
 
 # Several files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "flag", "message"),
+    [
+        ("train_adapted_1", lambda a: a * [[np.inf] + [1] * 95], "", "row 0 is not finite"),
+        ("train_pretrained_1", lambda a: a + np.inf, "", "row 0 is not finite"),
+        ("train_previous_1", lambda a: a * np.nan, "gaussians", "row 0 is not finite"),
+        ("train_previous_2", lambda a: a * np.nan, "fdc --moved", "row 0 is not finite"),
+        ("train_previous_2", lambda a: a[:, 1:], "gaussians", "expected shape"),
+        ("train_labels_2", lambda a: a * 0, "", "label 0 at row 0 is none of the head's"),
+        ("head_classes_2", lambda a: a - 4, "", "label 0 already belongs to task 0 (from 0)"),
+        ("head_weight_1", lambda a: a[:, 1:], "", "expected shape"),
+        ("head_bias_1", lambda a: a[1:], "", "expected shape"),
+        ("final_head_weight_1", lambda a: a * np.nan, "", "row 0 is not finite"),
+        ("test_pretrained", lambda a: a * np.nan, "", "row 0 is not finite"),
+        ("test_adapted", lambda a: a[:, 1:], "", "expected width 96, found 95"),
+        ("test_labels", lambda a: a + 50, "", "row 0 is label"),
+    ],
+)
+def test_errors_name_the_file_and_the_array(
+    source, arrays, tmp_path, monkeypatch, name, change, flag, message
+):
+    monkeypatch.chdir(tmp_path)
+    arrays = arrays | {"final_head_weight_1": arrays["head_weight_1"]}
+    np.savez("wrong.npz", **arrays | {name: change(arrays[name])})
+    words = [f"--method={flag.split()[0]}", *flag.split()[1:]] if flag else []
+    assert f"posthoc: wrong.npz: {name}: {message}" in fails(source, "wrong.npz", *words)
 
 
 def test_files_are_seeds_of_one_report(source, arrays, tmp_path):

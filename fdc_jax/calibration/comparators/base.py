@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float, Int
 
 from fdc_jax.calibration import inputs
 from fdc_jax.calibration.calibrator import Calibrator
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
 
 
 class Comparator(Calibrator):
@@ -47,12 +45,11 @@ class Comparator(Calibrator):
         # Totals are added to in place.
         return copy.deepcopy(self)
 
-    def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
-        """See `Calibrator.fit_task`."""
-        given = self._task(adapted, labels, head, pretrained, classes)
+    def _fit(self, given: inputs.TaskInput) -> None:
         index = inputs.VIEWS.index(self.view)
         if index >= len(given.views):
-            raise InputError(f"{self.name}: expected pretrained features of task {given.task}")
+            name = inputs.name_of("pretrained features", given.task)
+            raise InputError(f"{name}: missing, which {self.name} reads")
         features = inputs.float32(given.views[index])
         # The method sees the classes that have samples, numbered from 0.
         _, rows = np.unique(given.rows, return_inverse=True)
@@ -101,10 +98,8 @@ class Comparator(Calibrator):
 
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         if self.needs_linear and not isinstance(head, LinearHead):
-            raise InputError(
-                f"{self.name}: needs linear heads, the head of task {task} is a "
-                f"{type(head).__name__}"
-            )
+            name, kind = inputs.name_of("head", task), type(head).__name__
+            raise InputError(f"{name}: {self.name} needs linear heads, found a {kind}")
         return super()._head(head, task, width, first)
 
 

@@ -9,19 +9,16 @@ evaluates without cancellation.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
+from jaxtyping import Array, Float
 
 from fdc_jax.calibration.comparators.base import Comparator, class_means, within_classes
 from fdc_jax.calibration.compiled import in_blocks, squared_norm
 from fdc_jax.calibration.inputs import float32
 from fdc_jax.heads import products, unit
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
 
 
 class NearestClassMean(Comparator):

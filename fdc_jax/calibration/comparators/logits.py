@@ -5,19 +5,18 @@ All keep each head's local argmax as the class and differ in the score that pick
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from scipy.special import log_softmax, logsumexp, softmax
 
 from fdc_jax.calibration.calibrator import Scores
 from fdc_jax.calibration.comparators.base import Comparator
 from fdc_jax.calibration.comparators.distances import squared_distances
+from fdc_jax.calibration.inputs import name_of
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, Head, LinearHead
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
 
 
 class Raw(Comparator):
@@ -133,7 +132,7 @@ class WeightAligning(Raw):
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         head = super()._head(head, task, width, first)
         if not _mean_norm(head):
-            raise InputError(f"wa: all rows of the head of task {task} are zero")
+            raise InputError(f"{name_of('head weight', task)}: all rows are zero; wa scales them")
         return head
 
     def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:

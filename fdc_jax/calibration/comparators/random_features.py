@@ -9,21 +9,19 @@ the solve makes one copy.
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
+from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
 from fdc_jax.calibration.compiled import in_blocks
 from fdc_jax.calibration.inputs import BLOCK_ROWS
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
 
 _products = jax.jit(products)
 RIDGES = 10.0 ** np.arange(-8, 9)
