@@ -189,23 +189,19 @@ def _of_one_file(
     features, outcomes, refused = _outcomes(options, file, names, settings)
     if features.test_labels is None and (compared or (output or options.calibrator) is None):
         raise InputError(f"{file}: no test_labels, so expected --output=PATH.npz and one method")
-    raw, reports = outcomes["raw"].scores, []
-    for name in dict.fromkeys(("raw", *names)):
-        if name in refused:
-            reports.append({"method": name, "not_applicable": refused[name]})
-            continue
-        reports.append(methods.report(features, settings, raw, outcomes[name]))
-        reads_previous = calibration.make(name).reads_previous
-        reports[-1]["moved"] = options.moved and name != "raw" and not reads_previous
+    results = methods.results(features, outcomes)
     if options.calibrator is not None:
         outcomes[names[0]].calibrator.save(options.calibrator)
     if output is not None:
-        # If several methods are compared, the predictions written are FDC's, or the first one's.
-        chosen = FDC.name if FDC.name in names else names[0]
-        _write_predictions(output, outcomes[chosen].scores, raw)
-        write_json(output.with_suffix(".json"), {"methods": reports} if compared else reports[-1])
+        # Of several methods, the predictions are FDC's, or the first one's.
+        scores = outcomes[FDC.name if FDC.name in names else names[0]].scores
+        arrays = {"scores": scores.task_scores, "task": scores.task, "label": scores.label}
+        write_npz(output, arrays | {"raw_label": outcomes["raw"].scores.label})
+        flags = {"settings": settings, "moved": options.moved, "not_applicable": refused}
+        write_json(output.with_suffix(".json"), results | flags)
     if not options.quiet:
-        print("\n".join(_lines(reports)))
+        reasons = [f"{name}: not applicable: {reason}" for name, reason in refused.items()]
+        print("\n".join(_lines(results, options.moved) + reasons))
         if output is not None:
             print(f"wrote {output} and {output.with_suffix('.json')}")
 
@@ -229,42 +225,30 @@ def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Pa
     return options.output
 
 
-def _write_predictions(path: Path, scores: calibration.Scores, raw: calibration.Scores) -> None:
-    arrays = {"scores": scores.task_scores, "task": scores.task, "label": scores.label}
-    write_npz(path, arrays | {"raw_label": raw.label})
-
-
-def _lines(reports: list[dict[str, Any]]) -> list[str]:
+def _lines(results: Mapping[str, Any], moved: bool) -> list[str]:
     """Returns the lines to print: a table if test labels are known, and notes of the methods."""
-    rows, notes = [], []
-    for report in reports:
-        name = report["method"] + " --moved" * report.get("moved", False)
-        if "not_applicable" in report:
-            notes.append(f"{name}: not applicable: {report['not_applicable']}")
-            continue
-        if "gain" in report:
-            accuracies, gain = report["decomposition"]["calibrated"], report["gain"]
-            interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
-            numbers = (
-                *(accuracies["routing_accuracy"], accuracies["oracle_accuracy"]),
-                *(report["storage_bytes"] / 2**20, report["seconds"]["fit"]),
-            )
-            gains = ("", "") if name == "raw" else (f"{gain['mean']:+.2f}", interval)
-            texts = (f"{accuracies['accuracy']:.2f}", *gains)
-            rows.append((name, *texts, *(f"{number:.2f}" for number in numbers)))
-        if report["note"] != WITHOUT:  # which was a warning
-            notes += [report["note"]] * bool(report["note"])
-    nouns = {"num_tasks": "task", "num_classes": "class", "num_test_samples": "test sample"}
-    sizes = ", ".join(counted(reports[0][field], noun) for field, noun in nouns.items())
-    if not rows:
-        changed = f"{report['num_changed_labels']} of {report['num_test_samples']} test labels"
-        return [f"{name}: {sizes}; {changed} changed; no test_labels, so no accuracy", *notes]
+    nouns = {"num_tasks": "task", "num_classes": "class", "num_test_images": "test sample"}
+    sizes = ", ".join(counted(results[field], noun) for field, noun in nouns.items())
+    notes = [note for note in results["notes"].values() if note != WITHOUT]  # which was a warning
+    if "accuracy" not in results:
+        *_, (name, changed) = results["num_changed_labels"].items()
+        of_all = f"{changed} of {results['num_test_images']} test labels"
+        return [f"{name}: {sizes}; {of_all} changed; no test_labels, so no accuracy", *notes]
+    rows = []
+    for name, shares in results["decomposition"].items():
+        gain, megabytes = results["gain"][name], results["storage_bytes"][name] / 2**20
+        interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
+        follows = moved and name != "raw" and not calibration.make(name).reads_previous
+        row = name + " --moved" * follows, f"{shares['accuracy']:.2f}"
+        row += ("", "") if name == "raw" else (f"{gain['mean']:+.2f}", interval)
+        numbers = shares["routing_accuracy"], shares["oracle_accuracy"], megabytes
+        numbers += (results["timing"]["fit_seconds"][name],)
+        rows.append((*row, *(f"{number:.2f}" for number in numbers)))
     header = ("method", "accuracy", "gain", "95% interval", "right task", "task given")
     header += ("storage, MiB", "fit, s")
-    caption = f"Accuracy in percent, gains over raw in points; {sizes}"
     align = ("left", *["right"] * (len(header) - 1))
     table = tabulate(rows, header, "plain", disable_numparse=True, colalign=align)
-    return [caption, table, *notes]
+    return [f"Accuracy in percent, gains over raw in points; {sizes}", table, *notes]
 
 
 if __name__ == "__main__":

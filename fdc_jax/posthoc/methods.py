@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fdc_jax import calibration, evaluation
-from fdc_jax.calibration import Calibrator, Scores, drift, inputs
+from fdc_jax.calibration import FDC, Calibrator, Scores, drift, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine.versions import versions
@@ -69,40 +69,43 @@ def moved(features: FeatureSet) -> FeatureSet:
     return features._replace(tasks=tuple(task._replace(adapted=rows) for task, rows in pairs))
 
 
-def report(
-    features: FeatureSet, settings: Mapping[str, Any], raw: Scores, outcome: Outcome
-) -> dict[str, Any]:
-    """Returns the report of a method as JSON values; without test labels it has no accuracies.
+def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """Returns JSON values by quantity and method, named as in `results.json` of a run.
 
-    Accuracies have an entry for the raw heads, `raw`, and one for the method, `calibrated`.
+    `outcomes` have an entry `raw`. Without test labels there are no accuracies, in percent.
     """
-    calibrated, truth = outcome.scores, features.test_labels
-    known = calibration.METHODS[outcome.name].settings
-    facts: dict[str, Any] = {
-        "method": outcome.name,
-        "note": outcome.calibrator.note,
+    scores = {name: outcome.scores for name, outcome in outcomes.items()}
+    raw, labels = scores["raw"].label, features.test_labels
+    calibrators = {name: outcome.calibrator for name, outcome in outcomes.items()}
+    changed = {name: int(np.sum(raw != of.label)) for name, of in scores.items()}
+    sizes: dict[str, Any] = {
         "num_tasks": len(features.tasks),
         "num_classes": sum(len(task.classes) for task in features.tasks),
-        "num_test_samples": len(raw.label),
-        "num_changed_labels": int(np.sum(raw.label != calibrated.label)),
-        "storage_bytes": outcome.calibrator.storage_bytes,
-        "seconds": {"fit": outcome.fit_seconds, "score": outcome.score_seconds},
-        "settings": {name: value for name, value in settings.items() if name in known},
-        "versions": versions() | {"device": jax.devices()[0].device_kind},
+        "num_test_images": len(raw),
+        "num_changed_labels": changed,
+        "storage_bytes": {name: own.storage_bytes for name, own in calibrators.items()},
+        "notes": {name: own.note for name, own in calibrators.items() if own.note},
+        "timing": {
+            "fit_seconds": {name: outcome.fit_seconds for name, outcome in outcomes.items()},
+            "score_seconds": {name: outcome.score_seconds for name, outcome in outcomes.items()},
+        },
+        "device": jax.devices()[0].device_kind,
+        "versions": versions(),
     }
-    if truth is None:
-        return facts
-    tasks, both = features.test_tasks, {"raw": raw, "calibrated": calibrated}
+    if labels is None:
+        return sizes
+    tasks, count = features.test_tasks, len(features.tasks)
+    parts = outcomes[FDC.name].components if FDC.name in outcomes else {}
     return {
-        **facts,
-        **evaluation.measure(both, truth, tasks),
+        **sizes,
+        **evaluation.measure(scores, labels, tasks),
         "task_confusion": {
-            name: evaluation.task_confusion(tasks, scores.task, len(features.tasks)).tolist()
-            for name, scores in both.items()
+            name: evaluation.task_confusion(tasks, of.task, count).tolist()
+            for name, of in scores.items()
         },
-        "gain": evaluation.sample_gain(truth, raw.label, calibrated.label)._asdict(),
-        "component_accuracy": {
-            name: evaluation.accuracy(truth, scores.label)
-            for name, scores in outcome.components.items()
+        "gain": {
+            name: evaluation.sample_gain(labels, raw, of.label)._asdict()
+            for name, of in scores.items()
         },
+        "components": {name: evaluation.accuracy(labels, of.label) for name, of in parts.items()},
     }

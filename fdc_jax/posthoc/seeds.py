@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int
 from tabulate import tabulate
@@ -17,12 +16,13 @@ from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine.files import read_folder, read_json, read_npz, write_json, write_npz
-from fdc_jax.machine.versions import versions
-from fdc_jax.posthoc.methods import Outcome
+from fdc_jax.posthoc import methods
 from fdc_jax.report import console, runs, tables
 
 # The name that stands for the learner, which no file names.
 LEARNER = "saved_features"
+# Quantities of a point of the curve, which has the last task alone.
+POINT = ("accuracy", "routing_accuracy", "components", "task_accuracy")
 
 
 def write_run(
@@ -31,7 +31,7 @@ def write_run(
     seed: int,
     source: Path,
     features: FeatureSet,
-    outcomes: Mapping[str, Outcome],
+    outcomes: Mapping[str, methods.Outcome],
 ) -> None:
     """Writes the results of calibrators on a feature file as the work directory of a finished run.
 
@@ -55,40 +55,24 @@ def write_run(
         elif stored.exists():
             shutil.rmtree(stored)
     folder.mkdir(parents=True, exist_ok=True)
-    labels, tasks = features.test_labels, features.test_tasks
-    sizes = [len(task.classes) for task in features.tasks]
+    results = methods.results(features, outcomes)
     # Runs count classes from 0 in the order of tasks.
     order = np.concatenate([task.classes for task in features.tasks])
-    positions = np.split(np.arange(len(order)), np.cumsum(sizes)[:-1])
+    sizes = [len(task.classes) for task in features.tasks]
+    classes = np.split(np.arange(len(order)), np.cumsum(sizes)[:-1])
     scores = {
-        name: dataclasses.replace(outcome.scores, classes=positions)
+        name: dataclasses.replace(outcome.scores, classes=classes)
         for name, outcome in outcomes.items()
     }
-    by_position = _positions(order, labels)
-    measured = evaluation.measure(scores, by_position, tasks)
-    components, config = {}, {}
-    if FDC.name in outcomes:
-        fdc: Any = outcomes[FDC.name]
-        parts, settings = fdc.components.items(), vars(fdc.calibrator.settings).items()
-        components = {name: evaluation.accuracy(labels, of.label) for name, of in parts}
-        config = {f"fdc.{name}": value for name, value in settings}
-    fields = {"benchmark": name, "learner.name": LEARNER, **config}
+    fdc: Any = outcomes[FDC.name].calibrator if FDC.name in outcomes else None
+    settings = {f"fdc.{name}": value for name, value in vars(fdc.settings).items()} if fdc else {}
+    fields = {"benchmark": name, "learner.name": LEARNER, **settings}
     beside = {"weights sha256": "0" * 64, "classes of planned tasks": sizes}
-    storage = {name: outcome.calibrator.storage_bytes for name, outcome in outcomes.items()}
-    results = {
-        **{"benchmark": name, "learner": LEARNER, "seed": seed},
-        **{"num_tasks": len(sizes), "num_classes": sum(sizes), "num_test_images": len(labels)},
-        **measured,
+    results |= {
+        **{"benchmark": name, "learner": LEARNER, "seed": seed, "config": fields},
         "class_names": [str(label) for label in order],
-        "components": components,
-        "curve": [{"task": len(sizes) - 1, "components": components, **measured}],
-        "fdc_storage_bytes": storage.get(FDC.name),
-        "storage_bytes": storage,
-        "notes": {name: it.calibrator.note for name, it in outcomes.items() if it.calibrator.note},
-        "timing": {"fit_seconds": {name: it.fit_seconds for name, it in outcomes.items()}},
-        "config": fields,
-        "device": jax.devices()[0].device_kind,
-        "versions": versions(),
+        "curve": [{"task": len(sizes) - 1} | {name: results[name] for name in POINT}],
+        "fdc_storage_bytes": results["storage_bytes"].get(FDC.name),
     }
     write_json(folder / "config.json", fields | beside)
     arrays = read_folder(source) if source.is_dir() else read_npz(source)
@@ -104,7 +88,9 @@ def write_run(
         feature_files.write(stored, renumbered)
     else:
         feature_files.write(stored, arrays | renumbered)
-    write_npz(folder / "predictions.npz", evaluation.predictions(scores, by_position, tasks))
+    positions = _positions(order, features.test_labels)
+    columns = evaluation.predictions(scores, positions, features.test_tasks)
+    write_npz(folder / "predictions.npz", columns)
     write_json(folder / "results.json", results)
 
 
