@@ -102,12 +102,13 @@ def blocks(features: np.ndarray) -> Iterator[tuple[slice, Float[np.ndarray, "blo
         yield rows, float32(features[rows])
 
 
-def same_length(array: np.ndarray, adapted: np.ndarray, name: str) -> None:
-    """Raises InputError unless an array has as many rows as the adapted features."""
-    if len(array) != len(adapted):
-        raise InputError(
-            f"{name}: expected {len(adapted)} rows like the adapted features, found {len(array)}"
-        )
+def same_length(
+    array: np.ndarray, other: np.ndarray, name: str, other_name: str = "the adapted features"
+) -> None:
+    """Raises InputError unless an array has as many rows as another one."""
+    if len(array) != len(other):
+        expected = f"{len(other)} rows like {other_name}"
+        raise InputError(f"{name}: expected {expected}, found {len(array)}")
 
 
 def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:

@@ -1,4 +1,4 @@
-"""Extraction of features by any encoder E_t, and a cache on disk for those by E_0."""
+"""Extraction of features by encoders E_t, and a cache on disk for those by E_0."""
 
 import collections
 import contextlib
@@ -21,12 +21,12 @@ from fdc_jax.machine.devices import Mesh
 from fdc_jax.model import operations, vit
 from fdc_jax.model.vit import VisionTransformer
 
-# Most batches whose features are computed before those of the oldest are awaited.
+# Batches whose features are computed at a time.
 _IN_FLIGHT = 2
 
 
 class Extraction(NamedTuple):
-    """Features, and the seconds that images and encoder took when these were computed."""
+    """Features, and the seconds that images and encoder took when they were computed."""
 
     features: Float[Any, "n d"]
     seconds: float
@@ -62,11 +62,10 @@ class Extractor:
         batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
     ) -> list[Extraction]:
-        """Returns float32 features by several encoders, one row per image without padding.
+        """Returns float32 features of all images by several encoders, on the devices.
 
-        The features stay on the devices (`devices.joined`). Every image is read, decoded and
-        transferred once. The features are bit for bit those of separate passes; every encoder gets
-        the same share of the seconds.
+        Every image is read, decoded and transferred once, and the encoders share the seconds
+        equally. The features are bit for bit those of separate passes.
 
         Args:
             backbone: pretrained parameters.
@@ -119,17 +118,16 @@ class FeatureCache:
         self._folder = Path(folder) / _digest(json.dumps(key, sort_keys=True).encode())
 
     def find(self, name: str, indices: np.ndarray) -> Extraction | None:
-        """Returns cached features of these images, or None unless every process has them."""
-        found = None
+        """Returns cached features of images by index; None unless all processes have them."""
+        extraction = None
         # Damaged files are computed again.
         with contextlib.suppress(InputError, KeyError):
             arrays = files.read_npz(self._path(name, indices))
-            found = Extraction(arrays["features"], float(arrays["seconds"]), from_cache=True)
-        return found if all(processes.all_values(lambda: found is not None)) else None
+            extraction = Extraction(arrays["features"], float(arrays["seconds"]), from_cache=True)
+        return extraction if all(processes.all_values(lambda: extraction is not None)) else None
 
     def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
-        """Writes features of these images to the cache."""
-        # Without a writable cache, results stay the same.
+        """Writes features of images to the cache if it can be written."""
         with contextlib.suppress(InputError):
             arrays = {"features": extraction.features, "seconds": np.array(extraction.seconds)}
             files.write_npz(self._path(name, indices), arrays)

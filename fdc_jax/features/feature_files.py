@@ -1,31 +1,8 @@
-"""Feature files: the input of FDC from any class-incremental learner, as plain NumPy arrays.
+"""Feature files: the input of calibrators from any class-incremental learner (docs/features.md).
 
-A file is an `.npz`, or a folder of `.npy` files of the same names, which are memory-mapped.
-Numbers may have half precision, float16 or bfloat16. For each task t = 0 .. T-1:
-
-    train_adapted_t     [n_t, d]   features of the training images by the encoder after task t
-    train_labels_t      [n_t]      integers; no class may occur in two tasks
-    head_weight_t       [c_t, d]   rows in ascending order of labels unless head_classes_t is there
-    head_bias_t         [c_t]      optional, by default 0; linear and normalised_linear heads
-    head_classes_t      [c_t]      optional, the label of every row of the head
-    head_scale_t        scalar     optional, by default 1; cosine heads
-    train_pretrained_t  [n_t, d']  optional, by the pretrained encoder; in all tasks or none
-    train_previous_t    [n_t, d]   optional, by the encoder after task t - 1, of the same images in
-                                   the same order; for all t >= 1 or none
-    final_head_weight_t [c_t, d]   optional, the head for test images if the learner changed it
-                                   after task t; with final_head_bias_t or final_head_scale_t as
-                                   above, rows in the same order
-
-and for the whole file:
-
-    test_adapted        [n, d]     features of the test images by the final encoder
-    test_pretrained     [n, d']    present exactly when train_pretrained_t is
-    test_labels         [n]        optional
-    head_kind           string     optional: linear (default), normalised_linear (linear on h/|h|),
-                                   cosine, or nearest_mean (rows of head_weight_t are class means)
-
-Statistics come from the head as it was after its task, `head_weight_t`, predictions from the final
-head. Without `final_head_weight_t` both are the same.
+A file is an `.npz`, or a folder of `.npy` files of the same names, which are memory-mapped. Names
+of a task's arrays end in its number, from 0. Statistics come from the head after its task,
+`head_weight_t`, predictions from `final_head_weight_t` if the learner changed the head later.
 """
 
 import contextlib
@@ -64,22 +41,18 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class TaskFeatures(NamedTuple):
-    """Training features, labels and head of a task, and the label of every row of the head.
+    """Training features, labels and heads of a task."""
 
-    `final_head` is None if the head never changed; `previous` are features of the same images by
-    the encoder before the task, None in the first task and if they were not extracted.
-    """
-
-    adapted: Float[Any, "n d"]
-    pretrained: Float[Any, "n d2"] | None
+    adapted: Float[Any, "n d"]  # E_t(D_t)
+    pretrained: Float[Any, "n d2"] | None  # E_0(D_t)
     labels: Int[np.ndarray, " n"]
     head: heads.Head
-    classes: Int[np.ndarray, " c"]
-    final_head: heads.Head | None = None
-    previous: Float[Any, "n d"] | None = None
+    classes: Int[np.ndarray, " c"]  # label of each head row
+    final_head: heads.Head | None = None  # None if the head never changed
+    previous: Float[Any, "n d"] | None = None  # E_{t-1}(D_t), of the same images
 
     def fit(self, calibrator: Any) -> None:
-        """Fits the task as the next task of a calibrator; see `FeatureSet.fit`."""
+        """Fits a calibrator to the task; see `FeatureSet.fit`."""
         views = {"pretrained": self.pretrained, "previous": self.previous}
         calibrator.fit_task(self.adapted, self.labels, self.head, classes=self.classes, **views)
 
@@ -94,21 +67,21 @@ class FeatureSet(NamedTuple):
 
     @property
     def final_heads(self) -> list[heads.Head] | None:
-        """Heads to predict with, one per task; None if no head changed after its task."""
+        """Returns the heads that predict, by task; None if no head changed after its task."""
         if all(task.final_head is None for task in self.tasks):
             return None
         return [task.final_head or task.head for task in self.tasks]
 
     @property
     def test_tasks(self) -> Int[np.ndarray, " n"]:
-        """Task of every test label; raises InputError if the file has no test labels."""
+        """Returns the task of every test label, from 0; raises InputError without test labels."""
         if self.test_labels is None:
-            raise InputError("test_labels: absent, so the true tasks are not known")
+            raise InputError("test_labels: missing, so that the true tasks are not known")
         task_of = {int(c): t for t, task in enumerate(self.tasks) for c in task.classes}
         return np.array([task_of[int(label)] for label in self.test_labels])
 
     def fit(self, calibrator: Any) -> Any:
-        """Fits a fresh calibrator to all tasks with the final heads, and returns it.
+        """Fits a new calibrator to all tasks with the final heads, and returns it.
 
         Raises:
             InputError: a task or a head does not suit the calibrator.
@@ -125,10 +98,7 @@ class FeatureSet(NamedTuple):
 
 
 def load(path: str | os.PathLike[str]) -> FeatureSet:
-    """Reads a feature file, an `.npz` or a folder.
-
-    Checks names and the shapes that arrays share. Calibrators check the values of features, labels
-    and heads, and that tasks suit each other, when they are fitted.
+    """Reads a feature file, an `.npz` or a folder. Calibrators check the values of arrays.
 
     Raises:
         InputError: the file is damaged; an array is unknown, missing or superfluous, or has another
@@ -174,7 +144,7 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
     test, labels = _features(arrays, "test_adapted"), None
     if "test_labels" in arrays:
         labels = inputs.label_array(arrays["test_labels"], "test_labels")
-        _check_rows(labels, "test_labels", test, "test_adapted")
+        inputs.same_length(labels, test, "test_labels", "test_adapted")
         if not (known := np.isin(labels, np.concatenate(classes))).all():
             row = int(np.argmin(known))
             raise InputError(f"test_labels: row {row} is label {labels[row]}, no class of any task")
@@ -195,7 +165,7 @@ def _num_tasks(arrays: Arrays) -> int:
 
 
 def _check_complete(arrays: Arrays, count: int) -> None:
-    """Raises InputError if an array is missing, or has no use without a missing one."""
+    """Raises InputError if an array is missing, or superfluous without a missing one."""
     if "train_previous_0" in arrays:
         raise InputError("train_previous_0: expected from t = 1 on; nothing precedes task 0")
     first_tasks: dict[str, int] = dict.fromkeys(("train_adapted", "train_labels", "head_weight"), 0)
@@ -219,7 +189,7 @@ def _check_complete(arrays: Arrays, count: int) -> None:
 
 
 def _features(arrays: Arrays, name: str, like: Any = None, like_name: str = "") -> Any:
-    """Returns features without reading their values, or None if the file has no such array."""
+    """Returns features, whose values are not read, or None if the file has no such array."""
     array = arrays.get(name)
     if array is None:
         return None
@@ -227,14 +197,8 @@ def _features(arrays: Arrays, name: str, like: Any = None, like_name: str = "") 
         expected = "shape [samples, width] with at least one sample"
         raise InputError(f"{name}: expected {expected}, found {[*array.shape]}")
     if like is not None:
-        _check_rows(array, name, like, like_name)
+        inputs.same_length(array, like, name, like_name)
     return array
-
-
-def _check_rows(array: np.ndarray, name: str, like: np.ndarray, like_name: str) -> None:
-    if len(array) != len(like):
-        expected = f"{len(like)} rows as in {like_name}"
-        raise InputError(f"{name}: expected {expected}, found {len(array)}")
 
 
 def _task(
@@ -242,7 +206,7 @@ def _task(
 ) -> TaskFeatures:
     name, of_labels = f"train_adapted_{t}", f"train_labels_{t}"
     adapted, labels = _features(arrays, name), inputs.label_array(arrays[of_labels], of_labels)
-    _check_rows(labels, of_labels, adapted, name)
+    inputs.same_length(labels, adapted, of_labels, name)
     pretrained = _features(arrays, f"train_pretrained_{t}", adapted, name)
     previous = _features(arrays, f"train_previous_{t}")
     if previous is not None and previous.shape != adapted.shape:
@@ -293,13 +257,12 @@ def write_task(
     classes: ArrayLike | None = None,
     previous: ArrayLike | None = None,
 ) -> None:
-    """Writes the arrays of a task, from 0, into a folder, each file whole or not at all.
+    """Writes the arrays of a task, counted from 0, into a folder; other arrays of it are removed.
 
-    Arguments are those of `Calibrator.fit_task`. Arrays of the task that the folder has and that
-    are not given are removed.
+    Arguments are those of `Calibrator.fit_task`.
 
     Raises:
-        InputError: earlier tasks have heads of another kind, or the file system refuses a write.
+        InputError: earlier tasks have heads of another kind, or a file cannot be written.
     """
     path, kind = Path(folder) / "head_kind.npy", heads.KINDS[type(head)]
     if task > 0 and path.exists() and (stored := str(read_npy(path))) != kind:

@@ -1,4 +1,4 @@
-"""The command `fdc posthoc`: calibrates the heads of feature files and reports the gain."""
+"""The command `fdc posthoc`: calibration of the heads of feature files, and reports about it."""
 
 import argparse
 import dataclasses
@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> None:
 def _settings(
     options: argparse.Namespace, names: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Returns all settings by name, and those with several values; InputError for bad ones."""
+    """Returns all settings by name, and those with several values; raises InputError."""
     given = {name: value for name in _SETTINGS if (value := getattr(options, name)) is not None}
     sweep = {name: values for name, values in given.items() if len(values) > 1}
     if unknown := sweep.keys() - _SWEPT:
@@ -136,7 +136,7 @@ def _settings(
 def _outcomes(
     options: argparse.Namespace, file: Path, names: Sequence[str], settings: Mapping[str, Any]
 ) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
-    """Returns the features of a file, the results of methods, and why others do not apply."""
+    """Returns the features of a file, outcomes by method, and reasons why others do not apply."""
     features = feature_files.load(file)
     with feature_files.errors_of(file):
         outcomes, refused = {"raw": methods.run("raw", features, {})}, {}
@@ -160,7 +160,7 @@ def _report(
     settings: Mapping[str, Any],
     sweep: Mapping[str, list[Any]],
 ) -> None:
-    """Writes the report of files as seeds, and prints its tables."""
+    """Writes a report about files as seeds, and prints its tables."""
     from fdc_jax import report
     from fdc_jax.posthoc import seeds  # which imports the rooms of runs and of reports
 

@@ -1,4 +1,4 @@
-"""Fits a calibrator on a feature file, scores the test features, and reports the result."""
+"""Calibrators fitted and scored on a feature file, and their results."""
 
 import time
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from fdc_jax.machine.versions import versions
 
 
 class Outcome(NamedTuple):
-    """A method fitted on a feature file, with its scores of the test features."""
+    """A calibrator fitted on a feature file, and its scores of the test features."""
 
     name: str
     calibrator: Calibrator
@@ -25,12 +25,12 @@ class Outcome(NamedTuple):
 
     @property
     def scores(self) -> Scores:
-        """The scores with all components."""
+        """Returns the scores with all components."""
         return self.components["full"]
 
 
 def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome:
-    """Fits a method task by task and scores all test features with the final heads.
+    """Returns a method fitted task by task, with scores of all test features by the final heads.
 
     Settings of other methods are ignored. Raises InputError if the method does not apply.
     """
@@ -48,13 +48,10 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
 
 
 def moved(features: FeatureSet) -> FeatureSet:
-    """Maps the adapted training features of all tasks into the space of the last encoder.
+    """Returns the features with adapted training features in the space of the last encoder.
 
-    The map of every task (`calibration.drift`) moves the features of all tasks before it, so that
-    the statistics of any method follow the encoder.
-
-    Raises:
-        InputError: the file lacks `train_previous_t`.
+    The map of each task (`calibration.drift`) moves the features of all tasks before it. Raises
+    InputError without `train_previous_t`.
     """
     adapted = [np.asarray(task.adapted) for task in features.tasks]
     for t, task in enumerate(features.tasks[1:], start=1):

@@ -19,7 +19,7 @@ from fdc_jax.machine.files import read_folder, read_json, read_npz, write_json, 
 from fdc_jax.posthoc import methods
 from fdc_jax.report import console, runs, tables
 
-# The name that stands for the learner, which no file names.
+# The learner in reports; files name none.
 LEARNER = "saved_features"
 # Quantities of a point of the curve, which has the last task alone.
 POINT = ("accuracy", "routing_accuracy", "components", "task_accuracy")
@@ -36,12 +36,15 @@ def write_run(
     """Writes the results of calibrators on a feature file as the work directory of a finished run.
 
     Args:
-        folder: receives `config.json`, `results.json`, `predictions.npz` and the features.
-        name: stands for the benchmark.
+        folder: work directory; an earlier one of this command is replaced.
+        name: benchmark in the report.
         seed: number of the file, from 1.
-        source: the file, whose features are linked if it is a folder.
+        source: the file; arrays of a folder are linked.
         features: its content.
-        outcomes: by name, `raw` among them.
+        outcomes: by method, with `raw`.
+
+    Raises:
+        InputError: there are no test labels, or the folder is of another program.
     """
     if features.test_labels is None:
         raise InputError(f"{source}: no test_labels, which a report needs")
@@ -49,7 +52,7 @@ def write_run(
     if folder.exists():
         config = folder / "config.json"
         if not config.exists() or read_json(config).get("learner.name") != LEARNER:
-            raise InputError(f"--output: {folder} is there, and not of an earlier fdc posthoc")
+            raise InputError(f"--output: {folder} exists, and is not of an earlier fdc posthoc")
         if stored.is_symlink():
             stored.unlink()
         elif stored.exists():
@@ -95,13 +98,13 @@ def write_run(
 
 
 def _positions(order: Int[np.ndarray, " c"], labels: Any) -> Int[np.ndarray, " n"]:
-    """Returns the positions of labels in the order of classes."""
+    """Returns the index of each label in the order of classes."""
     sorter = np.argsort(order)
     return sorter[np.searchsorted(order, np.asarray(labels), sorter=sorter)].astype(np.int32)
 
 
 def show(folders: Sequence[Path], sweep: Mapping[str, list[Any]], names: Sequence[str]) -> None:
-    """Prints the table of calibrators of some runs, and tables of the report by their names."""
+    """Prints the table of calibrators of runs, and tables of the report by their names."""
     groups, skipped = runs.load(folders)
     if len(groups) != 1:
         raise InputError("; ".join(map(str, skipped.values())) or "files of different settings")

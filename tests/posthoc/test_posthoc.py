@@ -397,7 +397,7 @@ def test_no_run_is_overwritten(source, tmp_path):
     for content in ({}, {"learner.name": "slca"}):
         (tmp_path / "seed_1").mkdir(exist_ok=True)
         (tmp_path / "seed_1" / "config.json").write_text(json.dumps(content))
-        assert "seed_1 is there, and not of an earlier fdc posthoc" in fails(
+        assert "seed_1 exists, and is not of an earlier fdc posthoc" in fails(
             source, f"--output={tmp_path}"
         )
         assert [path.name for path in tmp_path.rglob("*.*")] == ["config.json"]
