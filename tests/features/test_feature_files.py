@@ -77,7 +77,7 @@ def test_optional_arrays_may_be_absent(target):
     same(features.tasks[0].head.bias, [0, 0])
     assert features.tasks[0].pretrained is None
     assert features.test_pretrained is None
-    with pytest.raises(InputError, match="test_labels: absent"):
+    with pytest.raises(InputError, match="test_labels: missing"):
         _ = features.test_tasks
 
 
