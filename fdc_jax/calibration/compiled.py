@@ -20,9 +20,9 @@ ROWS = (64, 512)
 
 
 def padded_size(size: int, least: int = 1) -> int:
-    """Returns a size not below `size` and `least`, one of four per doubling, eight from 64 on.
+    """Returns a size of at least `size` and `least`, of which there are few.
 
-    Shapes recur, so that few programs are compiled; at most an eighth is padding from 64 on.
+    There are four per doubling, and eight from 64 on, where at most an eighth is padding.
     """
     size = max(size, least)
     step = max(1, 2 ** (size.bit_length() - (3 if size < 64 else 4)))
@@ -30,13 +30,13 @@ def padded_size(size: int, least: int = 1) -> int:
 
 
 def padded(array: np.ndarray, size: int, fill: float = 0.0) -> np.ndarray:
-    """Returns an array whose leading size is padded."""
+    """Returns an array with its leading size padded."""
     widths = [(0, size - len(array)), *[(0, 0)] * (array.ndim - 1)]
     return np.pad(array, widths, constant_values=fill) if size > len(array) else array
 
 
 def stack(arrays: Sequence[np.ndarray], size: int, fill: float = 0.0) -> np.ndarray:
-    """Returns arrays of different leading sizes as one."""
+    """Returns arrays of several leading sizes as one, each padded."""
     return np.stack([padded(np.asarray(array), size, fill) for array in arrays])
 
 
@@ -116,7 +116,7 @@ def _cut(features: Float[Array, "n d"], start: int, shards: int, rows: int) -> A
 
 
 def map_blocks(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """Returns the results of block after block; at most three are under way at a time."""
+    """Returns the results of a function by block; at most three are computed at a time."""
     results: list[Any] = []
     for blocks in zip(*columns, strict=True):
         results.append(function(*blocks))
@@ -125,7 +125,7 @@ def map_blocks(function: Callable[..., Any], *columns: Iterable[Any]) -> list[An
 
 
 def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]) -> Any:
-    """Returns arrays [n, ...], or a tree of them: a kernel of `fitted` and rows of views."""
+    """Returns a tree of arrays [n, ...], a kernel's results from `fitted` and rows of views."""
     columns = blocks_of(views)
     return columns[0].gather(map_blocks(partial(jax.jit(kernel), fitted), *columns))
 
@@ -134,7 +134,7 @@ def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]
 
 
 def centred(features: Any, rows: Any, mean: Any) -> Float[Array, "n d"]:
-    """Returns features less a mean; padding rows, whose row is -1, are zero."""
+    """Returns features less a mean, and zero for padding rows, which have -1 in `rows`."""
     return jnp.where(rows[:, None] >= 0, features - mean, 0.0)
 
 
@@ -178,10 +178,9 @@ def principal(
 def _separated(
     vectors: Float[np.ndarray, "k k"], matrix: Float[np.ndarray, "k k"], count: int
 ) -> Float[np.ndarray, "k k"]:
-    """Returns eigenvectors after a second decomposition, in float64, within 16 about row `count`.
+    """Returns eigenvectors, of which 16 each side of row `count` are decomposed again in float64.
 
-    In float32 eigenvectors of nearly equal eigenvalues mix; at row `count` kept ones would mix with
-    others.
+    In float32 eigenvectors of nearly equal eigenvalues mix, there kept ones with discarded ones.
     """
     some = slice(max(count - 16, 0), count + 16)
     near = vectors[some].astype(float)
@@ -212,5 +211,5 @@ def _eigh(matrices: Sequence[Float[Array, "k k"]]) -> tuple[Array, Array]:
 
 @jax.jit
 def _directions(vectors: Any, near: Any) -> Float[Array, "k d"]:
-    # QR takes out of each direction what rounding left of the directions before it.
+    # QR makes the directions orthogonal, which rounding may prevent.
     return jnp.linalg.qr(products(near.T, vectors))[0].T

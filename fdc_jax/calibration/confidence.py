@@ -1,12 +1,11 @@
 """Probabilities of the answers of class Gaussians (docs/predict.md).
 
-While the images of a task are at hand, its classes are described once more without a fifth of each
-one's images. Scores of these held-out images are divided by the distance of the image to one
-Gaussian of everything, as squared distances of far images differ by more, right or wrong; and by
-the temperature with the least sum of minus their log probabilities. Probabilities are the softmax,
-but for a tenth of the share of held-out images with a wrong answer, which all classes share alike:
-the encoder learned these images, and moves on after them, so that new ones are wrong more often
-where they seem sure. Of the held-out images only sums are kept.
+While the images of a task are at hand, its classes are also fitted without every fifth image.
+Scores of these held-out images are divided by the distance of the image to one Gaussian of all
+images, as scores of far images differ by more; and by the temperature with the least sum of minus
+their log probabilities. Probabilities are the softmax. A tenth of the share of wrong held-out
+answers is spread over all classes, since the encoder was trained on these images and changes after
+them. Only sums over held-out images are kept.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy.special import log_softmax, softmax
 
-# The first one, the least sure, holds if no image could be held out.
+# Without held-out images the first one applies.
 TEMPERATURES = np.geomspace(64.0, 0.25, 65)
 # Share of the held-out error that is spread over all classes.
 SPREAD_OUT = 0.1
-# Every fifth image of a class is held out; at most 256 images of a task are measured, and none once
+# Every fifth image of a class is held out, and at most 256 images of a task are measured; none if
 # there are more than 1,000 classes.
 EVERY, MEASURED, CLASSES = 5, 256, 1000
 
@@ -31,7 +30,7 @@ class Confidence(NamedTuple):
     """Sums over held-out images."""
 
     losses: Float[np.ndarray, " temperatures"] = np.zeros(len(TEMPERATURES))
-    answers: Float[np.ndarray, " 2"] = np.zeros(2)  # wrong ones, and all
+    answers: Float[np.ndarray, " 2"] = np.zeros(2)  # wrong, all
 
     def with_task(
         self,
@@ -39,7 +38,7 @@ class Confidence(NamedTuple):
         scores: Float[np.ndarray, "n classes"],
         spread: Float[np.ndarray, " n"],
     ) -> Confidence:
-        """Returns this with the held-out images of one more task, of the classes of `columns`."""
+        """Returns the sums with held-out images of a further task; `columns` are their classes."""
         true, scaled = (np.arange(len(columns)), columns), _scaled(scores, spread)
         losses = [-log_softmax(scaled / by, axis=1)[true].sum() for by in TEMPERATURES]
         wrong = np.count_nonzero(scores.argmax(axis=1) != columns)
@@ -51,10 +50,10 @@ class Confidence(NamedTuple):
         """Returns the probability of every class; in each row they sum to 1."""
         temperature = TEMPERATURES[np.argmin(self.losses)]
         wrong, measured = self.answers
-        # If no held-out answer was wrong, the next one may be: Laplace's rule.
+        # Laplace's rule, above 0 if no held-out answer was wrong.
         spread_out = SPREAD_OUT * (wrong + 1.0) / (measured + 2.0)
         likely = softmax(_scaled(scores, spread) / temperature, axis=1)
-        known = np.isfinite(scores)  # not of a class without an image
+        known = np.isfinite(scores)  # False for classes without an image
         return (1.0 - spread_out) * likely + spread_out * known / known.sum(axis=1, keepdims=True)
 
 
@@ -65,9 +64,9 @@ def _scaled(
 
 
 def held_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-    """Returns which images are held out: the first of every class, the sixth, and so on.
+    """Returns True for the first image of every class, the sixth, and so on.
 
-    No image is of a class of one image.
+    Classes of one image keep it.
     """
     counts = np.bincount(rows)
     index = np.empty(len(rows), int)
@@ -77,7 +76,7 @@ def held_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
 
 
 def measured(images: Bool[np.ndarray, " n"]) -> Int[np.ndarray, " m"]:
-    """Returns the indices of the images that are measured, evenly spaced among some."""
+    """Returns the indices of at most 256 of some images, evenly spaced."""
     rows = np.flatnonzero(images)
     return rows[np.linspace(0, len(rows) - 1, min(len(rows), MEASURED)).astype(int)]
 
@@ -87,7 +86,7 @@ def of_labels(
     classes: Sequence[Int[np.ndarray, " c"]],
     labels: Int[np.ndarray, " n"],
 ) -> Float[np.ndarray, " n"]:
-    """Returns the probability of one label of each row, whoever predicted it."""
+    """Returns the probability of the label of each row."""
     known = np.concatenate(classes)
     order = np.argsort(known)
     columns = order[np.searchsorted(known, labels, sorter=order)]

@@ -25,11 +25,11 @@ from fdc_jax.calibration.inputs import BLOCK_ROWS, float32
 
 # Candidates of lambda; with the last one the map is a shift.
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, np.inf)
-# Images that the leave-one-out error is measured on, evenly spaced; all images fit the map.
+# Images with a leave-one-out error, evenly spaced; all images fit the map.
 LEFT_OUT = 2048
 # Classes that are held out as a whole, evenly spaced, and images per class.
 CLASSES, OF_CLASS = 16, 512
-# Random directions in which the errors of all candidates of lambda are compared.
+# Random directions that compare the errors of all candidates of lambda.
 DIRECTIONS = 64
 
 
@@ -46,10 +46,6 @@ class AffineMap(NamedTuple):
         """Returns features, or means of features, in the space of the newer encoder."""
         return rows @ self.matrix + self.offset
 
-    def move_scatter(self, scatter: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
-        """Returns A' S A; a factor F of S = F' F becomes F A."""
-        return self.matrix.T @ scatter @ self.matrix
-
 
 def fit_map(
     before: Float[np.ndarray, "n d"],
@@ -57,19 +53,19 @@ def fit_map(
     transform: Callable[[np.ndarray], Float[np.ndarray, "k d"]] = float32,
     classes: Int[np.ndarray, " n"] | None = None,
 ) -> AffineMap:
-    """Fits the map from features of some images to features of the same images by a newer encoder.
+    """Returns the map from features of images to features of the same images by a newer encoder.
 
     Args:
-        before: E_{t-1}(D_t); read block by block, as memory maps may be.
+        before: E_{t-1}(D_t); memory maps are read block by block.
         after: E_t(D_t), rows in the same order.
-        transform: applied to rows of both before the fit; returns float32.
-        classes: class of each image. The map has no `class_errors` if there is one class or none.
+        transform: function of rows of both before the fit, to float32.
+        classes: class of each image. With fewer than two, the map has no `class_errors`.
     """
     count, width = before.shape
     blocks = [slice(start, start + BLOCK_ROWS) for start in range(0, count, BLOCK_ROWS)]
     mean, target = (
-        sum(transform(each[rows]).sum(axis=0, dtype=np.float64) for rows in blocks) / count
-        for each in (before, after)
+        sum(transform(view[rows]).sum(axis=0, dtype=np.float64) for rows in blocks) / count
+        for view in (before, after)
     )
 
     def centred(rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +97,7 @@ def fit_map(
     def errors(index: int, truth: np.ndarray, products: np.ndarray) -> tuple[float, np.ndarray]:
         """Returns the leave-one-out errors with one lambda, after their sum of squares."""
         shrunk = coordinates * gains[index]
-        # The diagonal of the hat matrix is an image's weight in its own prediction.
+        # Weight of each image in its own prediction, from the diagonal of the hat matrix.
         rest = 1.0 - (shrunk * coordinates).sum(axis=1) - np.float32(1.0 / count)
         values = (truth - shrunk @ products) / np.maximum(rest, np.float32(1e-6))[:, None]
         return float(np.square(values).sum(dtype=np.float64)), values
@@ -137,5 +133,5 @@ def fit_map(
 
 
 def _evenly(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns at most so many of the values, evenly spaced."""
+    """Returns at most `most` of the values, evenly spaced."""
     return values[np.linspace(0, len(values) - 1, min(len(values), most)).astype(int)]

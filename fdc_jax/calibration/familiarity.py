@@ -1,21 +1,21 @@
-"""Familiarity: the likeness of a new image to the learned ones (docs/predict.md).
+"""Familiarity: the likeness of a new image to the learned images (docs/predict.md).
 
 With the precision P that all classes share, the familiarity of a feature g is
 
     f(g) = (D^2 - min_c D_c^2) / 2,    D_c^2 = (g - mu_c)' P (g - mu_c),
 
 where D is the distance to one Gaussian of all images. It is measured in the pretrained view, if
-there is one: that encoder learned none of the images, so that each is like a new image if the
-statistics leave it out. That has a closed form. Without an image of a class of n, r = g - mu_c
-becomes h r with h = n / (n - 1), and P becomes P + b P r r' P / (1 - b r' P r) with
-b = (1 - a) h / N; the rest of P is kept.
+there is one, since that encoder was trained on none of the images: if the statistics leave an image
+out, it is like a new one. Without an image of a class of n, r = g - mu_c becomes h r with
+h = n / (n - 1), and P becomes P + b P r r' P / (1 - b r' P r) with b = (1 - a) h / N; other parts
+of P are kept.
 
-Statistics change as tasks follow. Values are therefore kept less their expectation for the class,
+Statistics change with later tasks. Values are therefore kept less their expectation for the class,
 
     e_c = ((mu_c - m)' W (mu_c - m) + tr W S / N - tr P S / N) / 2,
 
 where m and W are the mean and the precision of all images as one. The typicality of an image is the
-share of values plus present expectations, its own among them, that are not above its familiarity.
+share of values plus present expectations, its own among them, that are at most its familiarity.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def shared_precision(
 
 
 class Reference(NamedTuple):
-    """Statistics of one view that features are compared with."""
+    """Statistics of a view that `compare` reads."""
 
     precision: Float[Any, "d d"]  # P
     means: Float[Any, "c d"]  # mu_c less m
@@ -95,7 +95,7 @@ def left_out(
     columns: Int[np.ndarray, " n"],
     counts: Int[np.ndarray, " c"],
 ) -> Float[np.ndarray, " n"]:
-    """Returns f of images of some classes, each left out of its class; classes have two or more."""
+    """Returns f of images that the statistics leave out; their classes have two or more images."""
     near = unit(features) - known.middle
 
     def without(away: Any, matrix: Any, count: Any) -> tuple[Any, Any, Any]:
@@ -122,12 +122,12 @@ class Familiarity(NamedTuple):
     columns: Int[np.ndarray, " n"] = np.zeros(0, np.int32)  # index of each image's class
 
     def with_task(self, known: Reference, values: Any, columns: Any) -> Familiarity:
-        """Returns this with images of one more task."""
+        """Returns the values with images of a further task."""
         values = float32(values - known.expected[columns])
         columns = np.append(self.columns, columns.astype(np.int32))
         return Familiarity(np.append(self.values, values), columns)
 
     def typicality(self, known: Reference, familiar: Float[np.ndarray, " n"]) -> Any:
-        """Returns the share of left-out images, in (0, 1], that are no more familiar."""
+        """Returns the share of left-out images, in (0, 1], that are at most as familiar."""
         values = np.sort(self.values + np.asarray(known.expected)[self.columns])
         return (1.0 + np.searchsorted(values, familiar, side="right")) / (1.0 + len(values))

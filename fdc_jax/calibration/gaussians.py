@@ -13,10 +13,10 @@ where a = 0.1 and lambda = 0.1 + d / (N - C), which is larger while images are f
 encoder does not move. The scores in its view have the weight (1 + m / 20) / 4, where m is the mean
 of the staleness s of all classes; without drift compensation they have the weight 1.
 
-The mean of a class that was moved is in error, so that the class's own images are farther from it.
-Its score is raised by log(1 + s / 4). With every map since the class's task, s grew by the mean of
-e' M^-1 e over the new task's classes: e is the error of the map on the mean of a class that is held
-out, and M is the matrix in brackets, without B_c, of the earlier classes after the map.
+The mean of a moved class is in error, and images of the class are farther from it. Its score is
+raised by log(1 + s / 4). Each map since the class's task adds to s the mean of e' M^-1 e over the
+new task's classes: e is the error of the map on the mean of a held-out class, and M is the matrix
+in brackets, without B_c, of the earlier classes after the map.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ViewClasses(NamedTuple):
         return ViewClasses(
             inputs.float32(by.move(self.means.astype(np.float64))),
             np.tensordot(self.factors, narrow.matrix, 1),  # as one product
-            inputs.float32(narrow.move_scatter(self.scatter) + images * by.residual),
+            inputs.float32(narrow.matrix.T @ self.scatter @ narrow.matrix + images * by.residual),
         )
 
 
@@ -79,7 +79,7 @@ def fit_classes(
     num_classes: int,
     held: Bool[np.ndarray, " n"],
 ) -> tuple[ViewClasses, ViewClasses]:
-    """Returns the statistics of a task's images without the held-out ones, and of all images."""
+    """Returns the statistics of a task's images, without the held-out ones and of all images."""
     width = features.shape[1]
     shapes = (num_classes, width), (num_classes, RANK, width), (width, width)
     kept, every = (ViewClasses(*(np.zeros(s, np.float32) for s in shapes)) for _ in range(2))
@@ -90,8 +90,8 @@ def fit_classes(
             leading = principal(own - known.means[row])
             known.factors[row, : len(leading)] = leading
     scatter, added = np.zeros((2, width, width))
-    for place, block in inputs.blocks(features):
-        block, own, out = at_unit_length(block), rows[place], held[place]
+    for index, block in inputs.blocks(features):
+        block, own, out = at_unit_length(block), rows[index], held[index]
         near = block - kept.means[own]
         scatter += near[~out].T @ near[~out]
         # Held-out images add the sum of (g - mean of the others) (g - mean of all)'.
@@ -121,7 +121,7 @@ def principal(centred: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "r d"]:
 
 
 class Metric(NamedTuple):
-    """The distances to all classes of one view; A_c = P - F_c' F_c is a class's precision."""
+    """Distances to all classes in a view, where a class has the precision A_c = P - F_c' F_c."""
 
     origin: Float[Any, " d"]  # the mean of the class means, subtracted from features
     rows: Float[Any, "c d"]  # A_c mu
@@ -135,7 +135,7 @@ def metric(
     raised: Float[np.ndarray, " c"] | float,
     kind: type = np.float64,
 ) -> Metric:
-    """Returns the metric of one view, computed in floats of a kind; scores are `raised`."""
+    """Returns the metric of a view, computed in floats of a kind; scores are `raised`."""
     size, images, present = padded_size(len(counts), 8), int(counts.sum()), counts > 0
     precision = shared_precision(known.scatter.astype(kind), images, int(present.sum()))
     every = known.means.astype(np.float64)
@@ -155,10 +155,7 @@ def metric(
 
 
 def class_scores(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[str, Any]:
-    """Returns by view minus half the squared distance to every class.
-
-    The term g' P g / 2, which all classes share, is left out.
-    """
+    """Returns minus half the squared distance to every class, less a term of all, by view."""
     scores = {}
     for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
         near = unit(features) - known.origin
@@ -169,7 +166,7 @@ def class_scores(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[s
 
 
 class Gaussians(Calibrator):
-    """Class Gaussians of one or two views; the nearest class also decides on the task.
+    """Class Gaussians of one or two views; the nearest class also chooses the task.
 
     From the second task on, `fit_task` takes `previous` for all tasks (drift compensation) or for
     none. No head is needed.
@@ -178,8 +175,8 @@ class Gaussians(Calibrator):
         views: statistics of all classes, by view.
         compensated: whether drift compensation is on; None before the second task.
         staleness: s of the classes of each task.
-        confidence: the fit of probabilities to held-out images.
-        familiarity: the familiarity of images that were left out.
+        confidence: sums over held-out images, for probabilities.
+        familiarity: familiarity of images that the statistics left out.
     """
 
     name = "gaussians"
@@ -212,15 +209,13 @@ class Gaussians(Calibrator):
         vars(self).update(fitted.__getstate__())
 
     def _measure(self, given: inputs.TaskInput, held: np.ndarray, without: Gaussians) -> None:
-        """Measures images of a task, held out together or each by itself.
+        """Adds a task's images to the confidence and the familiarity.
 
-        In NumPy, since JAX would compile for shapes that occur once.
+        NumPy computes, since JAX would compile for shapes that occur once.
         """
         counts = np.concatenate(self.counts)
-        columns, known = (
-            given.rows + len(counts) - len(given.classes),
-            self._reference_of(np.float32),
-        )
+        columns = given.rows + len(counts) - len(given.classes)
+        known = self._reference_of(np.float32)
         some = confidence.measured(held)
         views = [inputs.float32(view[some]) for view in given.views]
         scores = without._fuse(class_scores(without._metrics_by_view(np.float32), *views))
@@ -269,7 +264,7 @@ class Gaussians(Calibrator):
         return self._fuse(self._by_view(self._checked(adapted, pretrained)))
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
-        """Returns the scores by all views and, if there are two, by each alone."""
+        """Returns the scores by all views and, of two, by each view alone."""
         by_view = self._by_view(self._checked(adapted, pretrained))
         parts = {"full": by_view}
         if len(by_view) == 2:
@@ -279,7 +274,7 @@ class Gaussians(Calibrator):
     def assess(
         self, adapted: Any, pretrained: Any = None
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
-        """Returns the probability of every class, and the typicality."""
+        """Returns the probability of every class and the typicality, in (0, 1], of a batch."""
         views = self._checked(adapted, pretrained)
         familiar, whole = in_blocks(familiarity.compare, self._reference, views[-1])
         scores = self._fuse(self._by_view(views))
@@ -288,7 +283,7 @@ class Gaussians(Calibrator):
 
     @property
     def note(self) -> str:
-        """One line on drift compensation, from the second task on."""
+        """A line on drift compensation, from the second task on."""
         notes = {None: "", True: "class Gaussians with drift compensation", False: WITHOUT}
         return notes[self.compensated]
 
@@ -331,7 +326,7 @@ class Gaussians(Calibrator):
         return familiarity.reference(self.views[-1], np.concatenate(self.counts), kind)
 
     def _spread(self, whole: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """Returns the divisor of scores that grows with the distance D, of D^2 / 2."""
+        """Returns a divisor of scores in proportion to D, from D^2 / 2."""
         total = sum(self._weights().values())
         return total * np.sqrt(np.maximum(whole, 0.0) / self.widths[-1])
 

@@ -1,7 +1,7 @@
-"""A calibrator as one `.npz` file: a tree of tuples and arrays.
+"""A calibrator as an `.npz` file of a tree of tuples and arrays.
 
-Arrays of one number type are joined into one member; `tree` says as JSON where each lies. Numbers,
-words and None stand in the tree itself. A checksum of everything makes damage one clear line.
+Arrays of a number type are concatenated. `tree` is JSON, with the offset and shape of every array,
+and with numbers, texts and None themselves. A checksum covers the tree and the arrays.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FORMAT = "fdc_jax calibrator, 10"
 def write(path: str | os.PathLike[str], value: Any) -> None:
     """Writes a tree to a file, whole or not at all.
 
-    Its nodes are lists, dictionaries, named tuples, dataclasses, random generators and objects with
-    `__getstate__`; its leaves NumPy arrays, numbers, words, truth values and None.
+    Nodes are lists, dictionaries, named tuples, dataclasses, random generators and objects with
+    `__getstate__`; leaves are NumPy arrays, numbers, texts, truth values and None.
     """
     parts: dict[str, list[np.ndarray]] = {}
     tree = json.dumps(encode(value, parts))
@@ -35,7 +35,7 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
-    """Reads a tree whose tuples and objects are of these `types`, by their names; runs no code.
+    """Returns the tree of a file, with tuples and objects of `types` by name; runs no code.
 
     Raises:
         InputError: the file is missing, damaged, or of another kind or version.
@@ -44,7 +44,7 @@ def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
     kind, tree, digest = (str(arrays.pop(name, "")) for name in ("format", "tree", "sha256"))
     if kind != FORMAT:
         earlier = kind.startswith(FORMAT.partition(",")[0])
-        remedy = "; `fdc posthoc` fits it anew, from saved features" * earlier
+        remedy = "; `fdc posthoc` fits it again, from saved features" * earlier
         raise InputError(f"{path}: expected a file of kind {FORMAT!r}, found {kind[:80]!r}{remedy}")
     try:
         if digest == checksum(tree, arrays):

@@ -108,7 +108,7 @@ def test_files_of_other_kinds_are_one_line(saved, tmp_path):
         "absent.npz": "no such file",
         "features.npz": f"expected a file of kind '{storage.FORMAT}', found ''",
         "changed.npz": "damaged: its content is not what was written",
-        "old.npz": "expected a file of kind .*; `fdc posthoc` fits it anew",
+        "old.npz": "expected a file of kind .*; `fdc posthoc` fits it again",
     }
     for path in (*tmp_path.iterdir(), tmp_path / "absent.npz", tmp_path):
         refused(path, said.get(path.name))

@@ -1,8 +1,8 @@
-"""The base of comparators: it collects a task's statistics, solves, and scores.
+"""The base of comparators.
 
-A method writes `_collect`, which makes a task's samples into its statistics, and either
-`_class_scores` or, for routers that keep the heads' classes, `_adjust` and `_task_score`. Moments
-are float64 on the host, where they cost nothing; products over samples are float32.
+A method writes `_collect`, which returns a task's statistics, and either `_class_scores` or, for
+routers that keep the heads' classes, `_adjust` and `_task_score`. Moments are float64 on the host;
+products over samples are float32.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from fdc_jax.heads import LinearHead
 
 
 class Comparator(Calibrator):
-    """A calibrator that reads one view, "adapted" or "pretrained"; InputError for others.
+    """A calibrator that reads one view, "adapted" or "pretrained"; other names raise InputError.
 
     Attributes:
-        statistics: results of `_collect`, task by task.
-        total: a sum over all tasks; the numbers of both count as storage.
+        statistics: results of `_collect`, by task.
+        total: a sum over all tasks. The numbers of both count as storage.
     """
 
-    # Whether heads must be `LinearHead`s.
-    needs_linear: bool = False
+    needs_linear: bool = False  # heads are `LinearHead`s
 
     def __init__(self, view: str = "adapted"):
         super().__init__()
@@ -51,13 +50,13 @@ class Comparator(Calibrator):
             name = inputs.name_of("pretrained features", given.task)
             raise InputError(f"{name}: missing, which {self.name} reads")
         features = inputs.float32(given.views[index])
-        # The method sees the classes that have samples, numbered from 0.
+        # Rows of `_collect` number the classes that have samples.
         _, rows = np.unique(given.rows, return_inverse=True)
         self.statistics = [*self.statistics, self._collect(features, rows, given.head)]
         self._append(given)
 
     def finalize(self, release: bool = False) -> None:
-        """Solves for what scoring needs of all tasks; more may follow, then finalize again."""
+        """See `Calibrator.finalize`."""
         if self.classes:
             _ = self._solved
 
@@ -70,7 +69,7 @@ class Comparator(Calibrator):
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of the statistics, all in float32, beyond encoder and heads."""
+        """Returns the bytes of the statistics, all in float32, without encoder and heads."""
         return 4 * sum(np.size(part) for part in jax.tree.leaves((self.statistics, self.total)))
 
     def _collect(
@@ -80,14 +79,14 @@ class Comparator(Calibrator):
 
     @cached_property
     def _solved(self) -> Any:
-        """Statistics of all tasks as scoring reads them."""
+        """Returns the statistics of all tasks for scoring."""
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         """Returns a score for each class that has samples, tasks in order."""
         raise NotImplementedError
 
     def _features(self, adapted: Any, pretrained: Any) -> Float[np.ndarray, "n d"]:
-        """Returns the features to score, of the method's own view."""
+        """Returns the features of the method's view."""
         if not self.classes:
             raise InputError(f"{self.name}: expected at least one fitted task before scoring")
         index = inputs.VIEWS.index(self.view)
