@@ -199,11 +199,12 @@ def _arrange(
     outside: set[_Parts] = set()
     for path, parts in files.items():
         split = next((name for name, top in tops.items() if parts[: len(top)] == top), None)
-        below = parts[:0] if split is None else parts[len(tops[split]) :]
         if split is None:
             skipped.add("images outside of train and test", parts)
             outside.add(parts[:-1])
-        elif len(below) == 1:
+            continue
+        below = parts[len(tops[split]) :]
+        if len(below) == 1:
             skipped.add("images outside of class folders", parts)
         else:
             splits[split].append(ImageFile(path, below[0], "/".join(below)))

@@ -1,0 +1,297 @@
+"""Mutations of all that is read again: the same answer, or one InputError line that names the file.
+
+`python -m tests.test_fuzz --count=2000 [KIND ...]` tries so many of every kind and prints counts.
+Kind and number determine a mutation: `--first=NUMBER --count=1 KIND` repeats one.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import functools
+import io
+import json
+import logging
+import re
+import shutil
+import tarfile
+import tempfile
+import warnings
+import zipfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from fdc_jax import export, open_run
+from fdc_jax.data import sources
+from fdc_jax.errors import InputError
+from fdc_jax.features import feature_files
+from fdc_jax.machine import files
+from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.model import weights
+from fdc_jax.posthoc import __main__ as posthoc
+from fdc_jax.run import setup as setups
+from tests import small_runs
+from tests.features.test_feature_files import example
+from tests.run.test_damaged import VALUES, use
+
+GOLDEN = Path(__file__).parent / "model" / "golden"
+
+
+def damaged(rng, path):
+    """Flips, cuts, overwrites or inserts bytes."""
+    content = bytearray(path.read_bytes())
+    for _ in range(rng.integers(1, 5)):
+        start = int(rng.integers(0, len(content) + 1))
+        match rng.integers(0, 7):
+            case 0 | 1 | 2 if start < len(content):
+                content[start] ^= 1 << int(rng.integers(0, 8))
+            case 3:
+                del content[start:]
+            case 4:
+                del content[start : start + int(rng.integers(1, 60))]
+            case 5:
+                content[start:start] = rng.bytes(int(rng.integers(1, 20)))
+            case 6:
+                content[start : start + 8] = b"\xff" * 8
+    path.write_bytes(bytes(content))
+
+
+def altered_json(rng, path):
+    """Removes, renames, wraps, scales or replaces one value."""
+    root = node = [json.loads(path.read_text())]
+    key = 0
+    while isinstance(node[key], dict | list) and node[key] and rng.random() < 0.9:
+        node = node[key]
+        keys = [*node] if isinstance(node, dict) else range(len(node))
+        key = keys[rng.integers(len(keys))]
+    match rng.integers(0, 8):
+        case 0 if node is not root:
+            del node[key]
+        case 1 if isinstance(node, dict):
+            node[f"{key}x"] = node.pop(key)
+        case 2:
+            node[key] = [node[key]]
+        case 3 if isinstance(node[key], int | float):
+            node[key] *= float(rng.choice([-1, 0.5, 2, 1e9]))
+        case _:
+            node[key] = copy.deepcopy(VALUES[rng.integers(len(VALUES))])
+    path.write_text(json.dumps(root[0]))
+
+
+def altered_arrays(rng, path):
+    """Removes, renames, reshapes, converts, lengthens or spoils one array."""
+    dense = path.suffix == ".safetensors"
+    arrays = dict(files.read_safetensors(path) if dense else files.read_npz(path))
+    name = rng.choice(sorted(arrays))
+    array = np.array(arrays.pop(name))
+    rows = np.atleast_1d(array)
+    others = [array[None], array.T, array.ravel(), rows[:0], rows[:1], np.r_[rows, rows[:1]]]
+    if array.dtype.kind in "biuf":
+        others += [array.astype(kind) for kind in ("f2", "f8", "i1", "i8", "u8", "?")]
+        spoilt = np.isin(np.arange(rows.size), rng.integers(0, max(rows.size, 1))).reshape(
+            rows.shape
+        )
+        others += [np.where(spoilt, value, rows) for value in (np.nan, np.inf, 1e38, -1, 2**62)]
+    index = rng.integers(-2, len(others))
+    if index > -2:
+        name, array = (f"{name}1", array) if index == -1 else (name, others[index])
+        arrays[name] = np.asarray(array, order="C")
+    (files.write_safetensors if dense else files.write_npz)(path, arrays)
+
+
+def write_all(base, whole):
+    """Writes files and folders of all kinds, from a finished run."""
+    shutil.copytree(whole, base / "run", ignore=shutil.ignore_patterns("features", ".lock"))
+    latency = {"contenders": {"baseline": {"milliseconds": [1.0], "peak_bytes": None}}}
+    (base / "run/latency.json").write_text(json.dumps(latency))
+    export.write(whole, base / "out")
+    np.savez(base / "features.npz", **example())
+    feature_files.write(base / "features", example())
+    shutil.copy(GOLDEN / "augreg.npz", base)
+    shutil.copytree(GOLDEN / "encoders/timm_vit", base / "vit")
+    rng = np.random.default_rng(0)
+    for name in ("ant", "bee"):
+        (base / "photos" / name).mkdir(parents=True)
+        for suffix in ("png", "jpg", "tif", "webp", "bmp", "ppm"):
+            image = Image.fromarray(rng.integers(0, 256, (9, 8, 3), np.uint8))
+            image.save(base / "photos" / name / f"{suffix}.{suffix}")
+    with zipfile.ZipFile(base / "photos.zip", "w", zipfile.ZIP_DEFLATED) as packed:
+        for path in (base / "photos").rglob("*.*"):
+            packed.write(path, path.relative_to(base))
+    with tarfile.open(base / "photos.tar.gz", "w:gz") as packed:
+        packed.add(base / "photos", "photos")
+    photos(base, "photos")
+
+
+def run(base, name):
+    opened = use(base / "run")
+    return [opened.config, opened.results, opened.read_records(), opened.predictions]
+
+
+@functools.cache
+def encoders(base):
+    return open_run(base / "run").encoders
+
+
+def exported(base, name):
+    opened = open_run(base / "out")
+    opened.encoders = encoders(base)
+    scores = [score(opened.calibrator(name)) for name in opened.calibrators]
+    return [opened.config, opened.results, scores, opened.encoder(opened.num_tasks)]
+
+
+def score(calibrator):
+    views = [np.ones((2, width), np.float32) for width in calibrator.widths]
+    return calibrator.score(*views).task_scores
+
+
+def checkpoints(base, name):
+    lines, log = [], logging.getLogger("fdc_jax.machine.checkpoint")
+    log.filters = [lambda record: lines.append(record.getMessage())]
+    kept = Checkpoints(base / "run/checkpoints", read_only=True)
+    usable = [*setups.checkpoints(encoders(base), kept, 1)]
+    if lines:  # of a checkpoint that is passed over
+        raise InputError(lines[0])
+    return [[number, cursor, tree["state"]] for number, cursor, tree in usable]
+
+
+def features(base, name):
+    written = base / "scores.npz"
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = posthoc.main([str(base / name), "--method=ncm", f"--output={written}", "--quiet"])
+    if code:
+        assert code == 2
+        raise InputError(errors.getvalue().removesuffix("\n"))
+    return files.read_npz(written)
+
+
+def encoder(base, name):
+    path = base / name if (base / name).is_file() else base / name / "model.safetensors"
+    kind, variant = weights.recognise(str(path), "")
+    return [kind, weights.load(path, variant, variant.image_size).params]
+
+
+def photos(base, name):
+    for folder in (base / "cache/data").glob("photos-*/"):
+        shutil.rmtree(folder)
+    source = str(base / name.replace("cache", "photos"))
+    options = dict(source=source, test_share=0.4, workers=1)
+    splits = sources.open_splits("mine", base / "cache", **options)
+    return [[it.checksum, [np.asarray(it.image(i)) for i in range(len(it))]] for it in splits]
+
+
+def forged(mutate):
+    """Returns a mutation after which manifests are written anew, as a forger would."""
+
+    def mutate_and_sign(rng, path):
+        mutate(rng, path)
+        for manifest in manifests(path):
+            files.write_manifest(manifest.parent)
+
+    return mutate_and_sign
+
+
+def manifests(path):
+    return [it / files.MANIFEST for it in path.parents if (it / files.MANIFEST).exists()]
+
+
+# Kind: the files, how they are mutated, what reads them, and whether anything in them tells an
+# altered value from an honest one, so that no other answer is accepted.
+RIGHT = {"same answer", "one line", "what the file says"}
+KINDS = {
+    "config": ("run/config.json", altered_json, run, False),
+    "results": ("run/results.json", altered_json, run, False),
+    "records": ("run/tasks/*.json", altered_json, run, False),
+    "latency": ("run/latency.json", altered_json, run, False),
+    "bytes of JSON": ("run/**/[crlt]*[stgy01].json", damaged, run, False),
+    "predictions": ("run/predictions.npz", altered_arrays, run, False),
+    "bytes of predictions": ("run/predictions.npz", damaged, run, True),
+    "cursors": ("run/checkpoints/*/cursor/metadata", forged(altered_json), checkpoints, False),
+    "bytes of checkpoints": ("run/checkpoints/**/*", damaged, checkpoints, True),
+    "manifest": ("out/manifest.json", altered_json, exported, True),
+    "bytes of exports": ("out/**/[!R]*", damaged, exported, True),
+    "forged encoder": ("out/merged.safetensors", forged(altered_arrays), exported, False),
+    "calibrators": ("out/calibrators/*", forged(altered_arrays), exported, True),
+    "bytes of calibrators": ("out/calibrators/*", forged(damaged), exported, True),
+    "feature file": ("features.npz", altered_arrays, features, False),
+    "bytes of a feature file": ("features.npz", damaged, features, True),
+    "bytes of a feature folder": ("features/*", damaged, features, False),
+    "weights": ("vit/model.safetensors", altered_arrays, encoder, False),
+    "configuration of weights": ("vit/config.json", altered_json, encoder, False),
+    "bytes of weights": ("augreg.npz", damaged, encoder, True),
+    "images": ("photos/*/*", damaged, photos, False),
+    "remembered hashes": ("cache/data/mine-*.json", altered_json, photos, False),
+    "zip": ("photos.zip", damaged, photos, False),
+    "tar": ("photos.tar.gz", damaged, photos, False),
+}
+
+
+def tried(base, kind, numbers):
+    """Returns how often each outcome came about; a wrong outcome is a line."""
+    pattern, mutate, read, exact = KINDS[kind]
+    paths = sorted(path for path in base.glob(pattern) if path.is_file())
+    top = pattern.partition("/")[0]
+    expected = jax.tree.map(np.asarray, read(base, top))
+    outcomes = collections.Counter()
+    for number in numbers:
+        rng = np.random.default_rng([number, *kind.encode()])
+        path = paths[rng.integers(len(paths))]
+        before = {file: file.read_bytes() for file in (path, *manifests(path))}
+        path.unlink()  # Its arrays may still be mapped.
+        path.write_bytes(before[path])
+        try:
+            with np.errstate(all="ignore"):
+                mutate(rng, path)
+            with warnings.catch_warnings(action="error"):
+                answer = jax.tree.map(np.asarray, read(base, top))
+            np.testing.assert_equal(answer, expected)
+            outcome = "same answer"
+        except InputError as error:
+            names = {*path.relative_to(base).parts} & {*re.split("[/: ]", str(error))}
+            outcome = "one line" if names and str(error).isprintable() else repr(error)
+        except AssertionError:
+            outcome = "another answer" if exact else "what the file says"
+        except Exception as error:
+            outcome = repr(error)
+        outcomes[outcome if outcome in RIGHT else f"{number}: {path.name}: {outcome}"] += 1
+        path.unlink()
+        for file, content in before.items():
+            file.write_bytes(content)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, whole):
+    folder = tmp_path_factory.mktemp("fuzz")
+    write_all(folder, whole)
+    return folder
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_again_is_right_or_one_line(base, kind, count):
+    assert tried(base, kind, range(count)).keys() <= RIGHT
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", default=[*KINDS], metavar="KIND")
+    parser.add_argument("--count", type=int, default=1500)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    logging.getLogger("fdc_jax").addHandler(logging.NullHandler())
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        small_runs.run(small_runs.config(base / "cache"), base / "whole")
+        write_all(base, base / "whole")
+        for kind in options.kinds:
+            numbers = range(options.first, options.first + options.count)
+            print(f"{kind}: {dict(tried(base, kind, numbers))}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
