@@ -7,11 +7,12 @@
 
 import functools
 
-from absl import app
-
-from fdc_jax import command
 from fdc_jax.errors import stop_on_signals
 
 if __name__ == "__main__":
     with stop_on_signals() as stop:
+        from absl import app
+
+        from fdc_jax import command
+
         app.run(functools.partial(command.main, stop), flags_parser=command.parse)

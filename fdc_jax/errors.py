@@ -8,8 +8,10 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
@@ -55,29 +57,68 @@ class StopRequest:
             raise Interrupted(f"stopped by {name}; the same command resumes")
 
 
+signals: list[int] = []  # numbers of the signals that `announced` has seen
+_TWICE = 0.5  # seconds in which a second signal is the first one again: `timeout` sends two
+
+
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Turns the first SIGTERM or Ctrl-C into a request; a second one ends the process at once."""
+def announced(title: str, text: str) -> Iterator[None]:
+    """Prints a line as soon as a signal comes; a second signal ends the process at once.
+
+    A thread does both, because handlers wait until a compiled program has returned. Within another
+    such block, and in another thread than the main one, it does nothing.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or (other := signal.set_wakeup_fd(-1)) != -1:
+        if main:
+            signal.set_wakeup_fd(other)
+        yield
+        return
+    receiver, sender = socket.socketpair()
+
+    def listen() -> None:
+        first = 0.0
+        with receiver:
+            while number := receiver.recv(1):
+                name = "Ctrl-C" if number[0] == signal.SIGINT else signal.Signals(number[0]).name
+                if not first:
+                    first = time.monotonic()
+                    signals.append(number[0])
+                    said = f"{title}: {text}; a second {name} ends at once"
+                    print(said, file=sys.stderr, flush=True)
+                elif time.monotonic() - first > _TWICE:
+                    os._exit(128 + number[0])
+
+    threading.Thread(target=listen, daemon=True).start()
+    with sender:
+        sender.setblocking(False)
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+
+
+@contextlib.contextmanager
+def stop_on_signals(
+    title: str = "fdc_jax.run", text: str = "stopping after this step, with a checkpoint"
+) -> Iterator[StopRequest]:
+    """Turns SIGTERM or Ctrl-C into a request to stop, and prints a line as `announced` does."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def restore() -> None:
+    def handle(number: int, frame: Any) -> None:
+        request.signal = number
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with announced(title, text):
+            yield request
+    finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-    def handle(number, frame):
-        request.signal = number
-        restore()
-
-    for number in previous:
-        signal.signal(number, handle)
-    try:
-        yield request
-    finally:
-        restore()
 
 
 def end_at_once(number: int, frame: Any) -> NoReturn:
@@ -254,6 +295,7 @@ class Program(argparse.ArgumentParser):
             lists = {it.option_strings[0] for it in self._actions if isinstance(it.default, list)}
             refuse_repeated(words, but=lists)
             options = self.parse_args(words)
-            with plain_warnings(self.title, logging.ERROR if options.quiet else logging.WARNING):
+            level = logging.ERROR if options.quiet else logging.WARNING
+            with announced(self.title, "stopping"), plain_warnings(self.title, level):
                 code = body(options)
         return ending.code or code or 0

@@ -18,11 +18,11 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tabulate import tabulate
 
@@ -45,8 +45,8 @@ _PROGRAM = f"""import os, signal, sys, threading, time
 def end():
     os.read(0, 1)
     time.sleep(3)
-    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        os.kill(os.getpid(), signal.SIGTERM)
+    from fdc_jax import errors
+    errors.signals or os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=end, daemon=True).start()
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from fdc_jax.__main__ import main
@@ -55,6 +55,7 @@ _WORKER = ".worker"  # lock of a process of this command; `fdc run` has one of i
 _LOST = 60  # seconds in which the run of a Ray worker that died may end
 
 Outcome = tuple[int, str]  # exit code and last line of a run
+Ended: TypeAlias = "Iterator[tuple[Run, Outcome]]"
 Machines = Mapping[tuple[Any, ...], estimate.Machine]  # by `estimate.kind`
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class Run(NamedTuple):
         benchmark, learner = paper.benchmark_title(self.benchmark), learners.title(self.learner)
         return benchmark, learner, f"seed {self.seed}"
 
+    def __str__(self) -> str:
+        return ", ".join(self.titles)
+
     @property
     def command(self) -> str:
         """The command that repeats the run."""
@@ -83,9 +87,7 @@ class Run(NamedTuple):
     @property
     def host(self) -> dict[str, Any]:
         """The fields of its configuration that say something about this machine."""
-        given = dict(word.removeprefix("--config.").split("=", 1) for word in self.words)
-        known = configuration.of_host(self.config)
-        return known | {name: given[name] for name in ("data.source", "data.dir") if name in given}
+        return configuration.of_host(self.config)
 
     @property
     def results(self) -> dict[str, Any]:
@@ -140,7 +142,8 @@ def plan(options: Namespace, given: dict[str, str]) -> tuple[list[Run], dict[str
             data[benchmark], missing[benchmark] = {}, str(error)
     for benchmark, learner in itertools.product(names, chosen):
         learners.find(learner)
-        config = configured([f"--config={benchmark}:{learner}", *map("=".join, flags.items())])
+        fields = (data[benchmark] | flags).items()
+        config = configured([f"--config={benchmark}:{learner}", *map("=".join, fields)])
         configuration.validate(config)
         encoder = config.encoder
         encoder.variant, variant = recognise(encoder.weights, encoder.variant, encoder.heads)
@@ -180,19 +183,37 @@ def _plain(name: str) -> str:
     return re.sub(r"[\W_]", "", archive.stem(name).lower())
 
 
-def measure(runs: Sequence[Run]) -> Machines:
-    """Measures this machine, in a process that gives the memory of its devices back at the end."""
+def measure(runs: Sequence[Run], stop: StopRequest) -> Machines:
+    """Returns the speed of this machine for every kind of run, as far as it can be measured."""
     kinds: dict[tuple[Any, ...], dict[tuple[str, str], Config]] = {}
     for run in runs:
         kinds.setdefault(estimate.kind(run.config), {})[run.benchmark, run.learner] = run.config
     machines = {}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        for kind, configs in kinds.items():
-            try:
-                machines[kind] = pool.submit(estimate.machine, configs).result()
-            except Exception as error:  # A plan without hours is a plan.
-                _log.warning("hours and GiB for %s are unknown: %s", kind[0], errors.line(error))
+    for kind, configs in kinds.items():
+        try:
+            machines[kind] = _apart(estimate.machine, configs, stop=stop)
+        except Exception as error:  # A plan without hours is a plan.
+            stop.poll()
+            _log.warning("hours and GiB for %s are unknown: %s", kind[0], errors.line(error))
     return machines
+
+
+def _apart(function: Callable[..., Any], *arguments: Any, stop: StopRequest) -> Any:
+    """Returns the value of a function in a process of its own, which ends when `stop` asks for it.
+
+    The process gives the memory of its devices back at its end. A Ctrl-C does not reach it.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            future = pool.submit(function, *arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        while not wait([future], timeout=0.5).done:
+            if stop.requested():
+                for process in multiprocessing.active_children():
+                    process.kill()
+        return future.result()
 
 
 def needs(runs: Sequence[Run], machines: Machines) -> list[tuple[float, float]]:
@@ -256,7 +277,7 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
         with locked(run.folder / _WORKER):
             with locked(run.folder / ".lock"):  # of an `fdc run` by hand
                 pass
-            _say(f"{', '.join(run.titles)}: {run.command}", quiet)
+            _say(f"{run}: {run.command}", quiet)
             with open(run.folder / "log.txt", "a+b") as log:
                 log.write(f"+ {run.command}\n".encode())
                 log.flush()
@@ -295,27 +316,22 @@ def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines)
     seconds = 3600 * sum(hours for hours, _ in needs(runs, machines))
     seconds /= max(1, states.count("running"))
     duration = f", about {estimate.duration(seconds)}" if left and seconds == seconds else ""
-    return f"{', '.join(run.titles)}: {text}; {counted(left, 'run')} left{duration}"
+    return f"{run}: {text}; {counted(left, 'run')} left{duration}"
 
 
-def work(
-    runs: Sequence[Run], machines: Machines, options: Namespace, stop: StopRequest
-) -> dict[Path, Outcome]:
-    """Runs, one after the other, whatever no other process works on; returns outcomes."""
-    outcomes: dict[Path, Outcome] = {}
+def work(runs: Sequence[Run], options: Namespace, stop: StopRequest) -> Ended:
+    """Runs, one after the other, whatever no other process works on."""
+    tried: set[Path] = set()
     # From the first one again, as another process may have died.
-    while free := [r for r in runs if r.folder not in outcomes and r.state in ("begun", "to do")]:
+    while free := [r for r in runs if r.folder not in tried and r.state in ("begun", "to do")]:
         stop.poll()
         if outcome := attempt(free[0], stop, options.quiet):
-            outcomes[free[0].folder] = outcome
-            _say(_ending(free[0], outcome, runs, machines), options.quiet)
-    return outcomes
+            tried.add(free[0].folder)
+            yield free[0], outcome
 
 
-def work_with_ray(
-    runs: Sequence[Run], machines: Machines, options: Namespace, stop: StopRequest
-) -> dict[Path, Outcome]:
-    """Hands all runs to Ray; returns outcomes.
+def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) -> Ended:
+    """Hands all runs to Ray.
 
     Raises:
         InputError: Ray is not installed, or its cluster has too few GPUs.
@@ -335,7 +351,6 @@ def work_with_ray(
         )
     remote = ray.remote(_in_worker).options(num_gpus=options.ray_gpus, max_retries=3)
     pending = {remote.remote(run, os.getcwd()): run for run in runs if not run.results}
-    outcomes: dict[Path, Outcome] = {}
     try:
         while pending:
             stop.poll()
@@ -345,15 +360,13 @@ def work_with_ray(
                     outcome = ray.get(task)
                 except ray.exceptions.RayError as error:
                     outcome = 1, errors.line(error)
-                outcomes[run.folder] = outcome
-                _say(_ending(run, outcome, runs, machines), options.quiet)
+                yield run, outcome
     finally:
         for task in pending:
             ray.cancel(task)
         if pending:
             ray.wait([*pending], num_returns=len(pending), timeout=_LOST)
         ray.shutdown()
-    return outcomes
 
 
 def _in_worker(run: Run, folder: str) -> Outcome:
@@ -390,7 +403,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--ray_gpus", type=float, default=1.0, help="GPUs of a run that Ray starts")
     fields = [word for word in words if word.startswith("--config.")]
     rest = [word for word in words if not word.startswith("--config.")]
-    with errors.stop_on_signals() as stop:
+    with errors.stop_on_signals(made.title, "stopping the runs, which save a checkpoint") as stop:
         return made.run(lambda options: sweep(options, fields, stop), rest)
 
 
@@ -403,13 +416,16 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     runs, missing = plan(options, dict(word.split("=", 1) for word in fields))
     usable = [run for run in runs if run.benchmark not in missing and not run.other]
     todo = [run for run in usable if not run.results]
-    machines = measure(runs) if todo or options.dry_run else {}
+    machines = measure(runs, stop) if todo or options.dry_run else {}
     if not options.quiet:
         print(describe(runs, missing, machines), flush=True)
     if options.dry_run:
         return 0
-    by = work if options.ray is None else work_with_ray
-    outcomes = by(usable, machines, options, stop) if todo else {}
+    outcomes: dict[Path, Outcome] = {}
+    runner = work if options.ray is None else work_with_ray
+    for run, outcome in runner(usable, options, stop) if todo else ():
+        outcomes[run.folder] = outcome
+        _say(_ending(run, outcome, runs, machines), options.quiet)
     for run in runs:
         if run not in usable:
             other = f"the folder has another run: {run.other}"
@@ -417,10 +433,10 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     failed = [run for run in runs if outcomes.get(run.folder, (0, ""))[0]]
     for run in failed:
         code, text = outcomes[run.folder]
-        _say(f"failed with code {code}: {', '.join(run.titles)}: {text} ({run.folder})")
+        _say(f"failed with code {code}: {run}: {text} ({run.folder})")
     running = [run for run in usable if run.state == "running"]
     for run in running:
-        _say(f"still running: {', '.join(run.titles)}, by {holder(run.folder / _WORKER)}")
+        _say(f"still running: {run}, by {holder(run.folder / _WORKER)}")
     done = [RunPaths(run.folder).results_file for run in usable if run.results]
     if done and not running:
         page = Path(options.workdir, "report", "report.html")
@@ -438,30 +454,22 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
 
 
 def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None:
-    """Measures the inference of the first run of each benchmark, each in a process of its own."""
+    """Measures the inference of the first finished run of each benchmark, unless that is done."""
     for run in {run.benchmark: run for run in reversed(runs) if run.results}.values():
         if RunPaths(run.folder).read_latency():
             continue
-        _say(f"{', '.join(run.titles)}: measures the latency of inference", quiet)
-        given = run.folder, dict(run.host)
-        process = multiprocessing.get_context("spawn").Process(target=_timed, args=given)
-        process.start()
+        _say(f"{run}: measures the latency of inference", quiet)
         try:
-            while process.is_alive():
-                stop.poll()
-                process.join(0.5)
-        finally:
-            process.terminate()
-            process.join()
+            _apart(_timed, run.folder, run.host, stop=stop)
+        except Exception as error:  # The other tables do without.
+            stop.poll()
+            _say(f"{run}: latency is unknown: {errors.line(error)}")
 
 
 def _timed(folder: Path, host: Mapping[str, Any]) -> None:
     from fdc_jax import latency, open_run  # which import JAX
 
-    try:
-        latency.measure_run(open_run(folder, host=host))
-    except InputError as error:
-        _say(f"latency is unknown: {error}")
+    latency.measure_run(open_run(folder, host=host))
 
 
 def _say(text: str, quiet: bool = False) -> None:

@@ -4,8 +4,10 @@ import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,46 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(name):
     words = [sys.executable, "-c", INTERRUPTED, name, "somewhere", "x.png"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "fdc_jax: stopped by SIGINT\n")
+
+
+# A body that keeps the main thread for hours, as a compiled program may for minutes.
+BUSY = """
+import hashlib, sys
+from fdc_jax.errors import Program, stop_on_signals
+def work(*_):
+    print("works", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+if sys.argv[1] == "run":
+    with stop_on_signals():
+        work()
+else:
+    Program(sys.argv[1], "").run(work, [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "text"),
+    [
+        ("run", signal.SIGINT, "stopping after this step, with a checkpoint; a second Ctrl-C"),
+        ("run", signal.SIGTERM, "stopping after this step, with a checkpoint; a second SIGTERM"),
+        ("predict", signal.SIGINT, "stopping; a second Ctrl-C"),
+    ],
+)
+def test_a_signal_is_answered_while_the_process_is_busy(name, number, text):
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY, name],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "works\n"
+        process.send_signal(number)
+        assert process.stderr.readline() == f"fdc_jax.{name}: {text} ends at once\n"
+        while process.poll() is None:
+            process.send_signal(number)
+            time.sleep(0.1)
+        assert process.returncode == 128 + number
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ NINE = "cumulative_lora ewc_lora sd_lora splitlora inflora inflora_ca lora_subtr
 
 def dry_run(monkeypatch, capsys, *words):
     """Returns the printed plan, without a timed step."""
-    monkeypatch.setattr(paper, "measure", lambda runs: {})
+    monkeypatch.setattr(paper, "measure", lambda runs, stop: {})
     assert paper.main([*words, "--dry_run"]) == 0
     return capsys.readouterr().out
 

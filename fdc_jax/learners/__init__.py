@@ -15,9 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fdc_jax.errors import InputError, nearest, origin
+from fdc_jax.errors import InputError, escaped, nearest, origin
 from fdc_jax.learners.learner import Learner, Option, Replaced, expected, option
-from fdc_jax.learners.training import LearnerSetup
 
 __all__ = ["Learner", "Option", "Replaced", "expected", "option"]
 
@@ -53,15 +52,6 @@ def find(name: str) -> type[Learner]:
         InputError: the learner does not exist, or its file has an error.
     """
     return _own().get(name.removeprefix(f"{__name__}.")) or _import(name)
-
-
-def make(name: str, setup: LearnerSetup, options: Mapping[str, Any] | None = None) -> Learner:
-    """Returns a learner by its name, in a run's set-up and with some options.
-
-    Raises:
-        InputError: see `find`; or options contradict each other.
-    """
-    return find(name)(setup, **(options or {}))
 
 
 def _import(name: str) -> type[Learner]:
@@ -140,19 +130,6 @@ def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
     }
 
 
-def check_options(name: str, flat: Mapping[str, Any]) -> None:
-    """Checks the options of a learner, and of all learners of the package; missing ones pass.
-
-    Raises:
-        InputError: a value is not allowed.
-    """
-    for learner in dict.fromkeys((*names(), name)):
-        for field, declared in options(learner).items():
-            wanted = expected(declared.allowed, flat[field]) if field in flat else None
-            if wanted is not None:
-                raise InputError(f"config.{field}: expected {wanted}, found {flat[field]!r}")
-
-
 def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
     """Returns a phrase, such as "lamb 0.9", for each option that departs from the protocol.
 
@@ -175,16 +152,26 @@ def check_state(name: str, method: str, before: Any, after: Any) -> None:
     Raises:
         InputError: an array is missing, new, or of another shape or dtype.
     """
+    if different := difference(before, after):
+        raise InputError(
+            f"learner.name: {name}: {method} must return a state like that of initial_state; "
+            f"{different}"
+        )
 
-    def kinds(tree):
+
+def difference(expected: Any, found: Any) -> str:
+    """Returns a phrase about the first leaf of another shape or dtype in two trees, "" if none."""
+
+    def kinds(tree: Any) -> dict[str, str]:
         leaves, keystr = jax.tree_util.tree_leaves_with_path(tree), jax.tree_util.keystr
-        return {keystr(p): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for p, x in leaves}
+        return {
+            keystr(path, simple=True, separator="/"): f"{jnp.result_type(x)}{[*jnp.shape(x)]}"
+            for path, x in leaves
+        }
 
-    old, new = kinds(before), kinds(after)
+    old, new = kinds(expected), kinds(found)
     for path in [*old, *new]:
         if old.get(path) != new.get(path):
-            raise InputError(
-                f"learner.name: {name}: {method} must return a state like that of initial_state; "
-                f"expected {old.get(path, 'nothing')} at {path or 'its root'}, found "
-                f"{new.get(path, 'nothing')}"
-            )
+            where = escaped(path)[:80] or "the root"
+            return f"{where}: expected {old.get(path, 'nothing')}, found {new.get(path, 'nothing')}"
+    return ""

@@ -148,7 +148,7 @@ class Checkpoints:
         aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
         while aside.exists():
             aside = aside.with_name(f"{aside.name}_again")
-        text = "checkpoint %s is unusable (%s); moved to %s, going back to the one before it"
+        text = "checkpoint %s is unusable (%s); moved to %s; the checkpoint before it is used"
         _log.warning(text, path, reason, aside.name)
         os.replace(path, aside)
         self._manager.reload()

@@ -68,12 +68,35 @@ def _temporary(path: Path) -> Path:
         try:
             os.kill(int(other.name.removeprefix(own).partition("-")[0]), 0)
         except ProcessLookupError:
-            remove = shutil.rmtree if other.is_dir() and not other.is_symlink() else os.unlink
-            with contextlib.suppress(OSError):  # as another process may be removing it
-                remove(other)
+            _remove(other)
         except (ValueError, OverflowError, PermissionError):  # not ours, or of another user
             pass
     return path.with_name(f"{own}{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, link or folder, as far as the file system allows it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _renamed(path: Path) -> Iterator[Path]:
+    """Yields a temporary path and renames what the block makes there to `path`, if it succeeds."""
+    temporary = _temporary(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except InputError as error:  # of a file in a folder
+        raise InputError(str(error).replace(str(temporary), str(path))) from error
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        _remove(temporary)
 
 
 @contextlib.contextmanager
@@ -86,20 +109,18 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Raises:
         InputError: the file system refuses the write (full disk, no permission).
     """
-    path = Path(path)
-    temporary = _temporary(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with _renamed(Path(path)) as temporary, open(temporary, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary folder and renames it to `folder` at the end, as `write_atomically`."""
+    with _renamed(Path(folder)) as unfinished:
+        unfinished.mkdir()
+        yield unfinished
 
 
 def user_cache() -> Path:
@@ -115,8 +136,8 @@ def user_cache() -> Path:
 @functools.cache
 def _temporary_cache(instead_of: Path) -> tempfile.TemporaryDirectory[str]:
     _log.warning(
-        "cannot write %s: downloads, compiled programs and features of E_0 end with this process; "
-        "name another folder: --config.cache_dir=FOLDER or $FDC_JAX_CACHE",
+        "cannot write %s: downloads, compiled programs and features of E_0 are lost at the end of "
+        "this process; name another folder: --config.cache_dir=FOLDER or $FDC_JAX_CACHE",
         instead_of,
     )
     return tempfile.TemporaryDirectory(prefix="fdc_jax_")
@@ -127,21 +148,6 @@ def private_folder(folder: Path) -> Path:
     with contextlib.suppress(OSError):  # Reported by whoever writes there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-
-
-@contextlib.contextmanager
-def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary folder and renames it to `folder` at the end, as `write_atomically`."""
-    folder = Path(folder)
-    unfinished = _temporary(folder)
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        os.rename(unfinished, folder)
-    except OSError as error:
-        raise InputError(f"cannot write {folder}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # Locks --------------------------------------------------------------------------------------------
@@ -188,7 +194,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
             _log.warning("waiting for another process that holds %s", path)
             flock(file, LOCK_EX)
         except OSError:
-            _log.warning("%s: the file system has no locks; start one process alone there", path)
+            _log.warning("%s: the file system has no locks; run one process at a time there", path)
             yield
             return
         file.truncate(0)

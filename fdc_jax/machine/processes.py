@@ -90,7 +90,7 @@ def joined(where: str | None, ending: Ending) -> Iterator[None]:
         if number:
             ending.title += f": process {number}"
         if lost:
-            text = f"lost another process of this run ({line(error)}); start all of them again"
+            text = f"lost another process of this run ({line(error)}); start all processes again"
             raise Interrupted(text) from error
         raise
     _leave()

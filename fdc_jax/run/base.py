@@ -73,7 +73,6 @@ def fields() -> ml_collections.ConfigDict:
 
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 20  # 0: by the number of images of the first task
-    config.train.first_epochs = 0  # of the first task; 0: as many as the others
     config.train.batch_size = 64
     config.train.increment_learning_rate = 5e-4
     config.train.head_learning_rate = 5e-3

@@ -37,9 +37,8 @@ NOT_COMPARED = WITHOUT_EFFECT.union(
 
 # Allowed values, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
-    **dict.fromkeys(("num_tasks", "train.epochs", "train.first_epochs"), "[0, inf)"),
+    **dict.fromkeys(("num_tasks", "train.epochs", "data.workers", "data.cache_gib"), "[0, inf)"),
     **dict.fromkeys(("data.train_per_class", "data.test_per_class"), "[0, inf)"),
-    **dict.fromkeys(("data.workers", "data.cache_gib"), "[0, inf)"),
     **dict.fromkeys(("train.batch_size", "evaluation.every"), "[1, inf)"),
     **dict.fromkeys(("checkpoint.every_steps", "checkpoint.keep"), "[1, inf)"),
     **dict.fromkeys(("encoder.image_size", "encoder.heads"), "[0, 4096]"),
@@ -155,7 +154,7 @@ def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({
     if not all(type(n) is int and n >= several for n in (sizes if several else [sizes])):
         refuse("classes_per_task", "a whole number, or a list of them such as 10,5,5")
     if flat["class_order"] and flat["class_order_seed"] != -1:
-        refuse("class_order_seed", "-1 beside config.class_order")
+        refuse("class_order_seed", "-1 together with config.class_order")
 
     seeds = flat["seed"]
     whole = isinstance(seeds, list) and all(type(n) is int and 0 <= n < 2**32 for n in seeds)
@@ -165,10 +164,11 @@ def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({
     numbers = isinstance(scale, list) and all(type(share) in (int, float) for share in scale)
     if not numbers or len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
-    for field, allowed in _ALLOWED.items():
-        if (wanted := learners.expected(allowed, flat[field])) is not None:
+    options = [learners.options(name) for name in (*learners.names(), config.learner.name)]
+    allowed = _ALLOWED | {field: it.allowed for own in options for field, it in own.items()}
+    for field in allowed.keys() & flat.keys():
+        if (wanted := learners.expected(allowed[field], flat[field])) is not None:
             refuse(field, wanted)
-    learners.check_options(config.learner.name, flat)
     for name in calibrators(config):
         if name not in calibration.METHODS:
             raise InputError(did_you_mean("config.calibrators", name, calibration.METHODS))

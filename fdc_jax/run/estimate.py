@@ -72,10 +72,8 @@ def size(config: Config) -> Size:
 def passes(fields: Mapping[str, Any], of: Size) -> float:
     """Returns the passes of a run with these fields of its configuration."""
     epochs, every = fields["train.epochs"] or 20, fields["evaluation.every"]
-    first = fields["train.first_epochs"] or epochs
-    trained = of.train * (first + epochs * (of.tasks - 1)) / of.tasks
     evaluated = [n for n in range(1, of.tasks + 1) if n % every == 0 or n == of.tasks]
-    return trained + 0.5 * (2 * of.train + of.test * sum(evaluated) / of.tasks)
+    return (epochs + 1) * of.train + 0.5 * of.test * sum(evaluated) / of.tasks
 
 
 def seconds_per_pass(results: Mapping[str, Any]) -> float | None:
@@ -169,7 +167,7 @@ def describe(setup: Setup, num_seeds: int) -> str:
     image = seconds_of_image(config, learner, setup.backbone)
     seconds = image * passes(configuration.flatten(config), of)
     gib = disk(config, of, state_bytes(learner), learner.setup.variant.width) / 2**30
-    more = f", each of {num_seeds} seeds" * (num_seeds > 1)
+    more = f" for each of {num_seeds} seeds" * (num_seeds > 1)
     return f"needs      about {duration(seconds)} and {gib:,.2f} GiB{more}"
 
 

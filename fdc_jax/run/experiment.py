@@ -125,7 +125,7 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     setup, log = work.setup, work.log
     learner, update, backbone = setup.learner, setup.update, setup.backbone
     mesh, every = learner.setup.mesh, setup.config.checkpoint.every_steps
-    first, epochs = point.step if task == point.trained_tasks else 0, setup.epochs[task]
+    first, epochs = point.step if task == point.trained_tasks else 0, setup.epochs
     planned = {"classes_per_task": learner.setup.classes_per_task}  # the slots of a checkpoint
 
     def save(tasks_done: int, step: int, **tree: Any) -> None:

@@ -107,14 +107,14 @@ class Run(RunPaths):
             config.encoder.weights = weights_by_checksum(self._weights_sha256, variant, cache)
         if not config.encoder.weights:
             raise InputError(
-                f"{self.folder}: expected the weights that it was run with, sha256 "
-                f"{self._weights_sha256}; name their file: --weights=FILE, or open_run(weights=...)"
+                f"{self.folder}: needs the weights of its encoder, sha256 {self._weights_sha256}; "
+                "name their file: --weights=FILE, or open_run(weights=...)"
             )
         built = setups.build_encoders(config, self._planned)
         if self._weights_sha256 != built.pretrained.sha256:
             raise InputError(
-                f"{built.pretrained.path}: expected the weights that {self.folder} was run with, "
-                f"sha256 {self._weights_sha256}, found {built.pretrained.sha256}"
+                f"{built.pretrained.path}: expected the weights of {self.folder}, sha256 "
+                f"{self._weights_sha256}, found {built.pretrained.sha256}"
             )
         return built
 
@@ -124,7 +124,7 @@ class Run(RunPaths):
         config = self._configuration()
         if config.benchmark != "digits" and not {"data.source", "data.dir"} & self._host.keys():
             raise InputError(
-                f"{self.folder}: expected images of {config.benchmark}; name their folder: "
+                f"{self.folder}: needs the images of {config.benchmark}; name their folder: "
                 "--data=FOLDER, or open_run(data_dir=...)"
             )
         return setups.open_images(config, self._known)
@@ -134,8 +134,8 @@ class Run(RunPaths):
         name = self.config["learner.name"]
         if name not in (*learners.names(), self._learner):
             raise InputError(
-                f"{self.config_file}: was run with the learner {name}, which is none of the "
-                f"package; to run its code, name it: --learner={name}, or open_run(learner=...)"
+                f"{self.config_file}: its learner {name} is not part of the package; to run its "
+                f"code, name it: --learner={name}, or open_run(learner=...)"
             )
         fields = {
             field: tuple(value) if isinstance(value, list) else value
@@ -162,8 +162,7 @@ class Run(RunPaths):
         """State of the learner from the newest readable checkpoint, and its number of tasks."""
         if self.exported:
             raise InputError(
-                f"{self.folder} was exported and keeps E_0 and E_{self.num_tasks} alone, not what "
-                "other encoders follow from"
+                f"{self.folder} is an export, which has no encoders but E_0 and E_{self.num_tasks}"
             )
         encoders, seed = self.encoders, self.config["seed"][0]
         checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
@@ -195,17 +194,8 @@ class Run(RunPaths):
             setups.first_state(learner),
         )
         trained = learner.encoder(backbone, state, len(self._planned))
-
-        def shapes(tree: Any) -> dict[str, str]:
-            flat: Any = traverse_util.flatten_dict(tree, sep="/")
-            return {name: f"{leaf.dtype}{[*leaf.shape]}" for name, leaf in flat.items()}
-
-        found, expected = shapes(arrays), shapes(trained)
-        for name, _ in sorted(found.items() ^ expected.items()):
-            raise InputError(
-                f"{self.merged_file}: {escaped(name)[:80]}: expected "
-                f"{expected.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
-            )
+        if different := learners.difference(trained, arrays):
+            raise InputError(f"{self.merged_file}: {different}")
 
     @jax.enable_x64(False)
     def heads(self) -> list[Any]:
@@ -335,8 +325,8 @@ class Run(RunPaths):
         tasks, labels = self.tasks, self.predictions["label"]
         if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
             raise InputError(
-                f"{self.folder}: its predictions are not of the test images of "
-                f"{self.config['benchmark']} that were found"
+                f"{self.predictions_file}: expected labels of the test images of "
+                f"{self.config['benchmark']}, found other labels"
             )
         indices = tasks.test_indices[np.asarray(rows)]
         return evaluation_images(tasks.test, indices, self.config["encoder.image_size"])

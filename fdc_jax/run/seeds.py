@@ -100,7 +100,7 @@ def run_seed(
     store = Store(folder, setup, seed)
     if (finished := store.finished()) is not None:
         if not quiet:
-            print(f"{folder}: finished before, not done again", file=sys.stderr)
+            print(f"{folder}: is finished already", file=sys.stderr)
         return finished
     if setup.config.untrained and setup.learner.trains:
         _answer_untrained(setup, seed, folder, stop, quiet)
@@ -204,8 +204,6 @@ def _check_workdir(folder: Path, several: bool) -> None:
     """Raises InputError, before any work, if the work directory cannot be used for these seeds."""
     check_writable_folder("--workdir", folder)
     if several and (folder / "config.json").exists():
-        text = "a run of a single seed; several seeds need another --workdir"
-        raise InputError(f"{folder} holds {text}")
+        raise InputError(f"{folder} holds a run of a single seed; choose another --workdir")
     if not several and any(folder.glob("seed_*")):
-        text = "runs of several seeds; a single seed needs another --workdir"
-        raise InputError(f"{folder} holds {text}")
+        raise InputError(f"{folder} holds runs of several seeds; choose another --workdir")

@@ -46,7 +46,7 @@ class Setup(Encoders):
     tasks: TaskStream
     update: training.Update
     schedule: Callable[[int, int], Any]  # factor on the rates of an epoch, from 0, and their number
-    epochs: list[int]  # of each task
+    epochs: int  # of every task
     first_steps: list[int]  # training steps of all tasks before each one, and of all
     evaluated: list[bool]  # True for tasks after which test images are scored
     train_batches: dict[str, Any]  # arguments of `TrainBatches`
@@ -91,10 +91,8 @@ def untrained(setup: Setup) -> Setup:
 def _complete(encoders: Encoders, tasks: TaskStream) -> Setup:
     config, learner = encoders.config, encoders.learner
     train, data, update = config.train, config.data, learner.update()
-    counts = [len(indices) for indices in tasks.train_indices]
-    epochs = [train.first_epochs or train.epochs, *[train.epochs] * (len(counts) - 1)]
-    epochs = epochs if learner.trains else [0] * len(counts)
-    steps = [n * -(-count // train.batch_size) for n, count in zip(epochs, counts, strict=True)]
+    epochs = train.epochs if learner.trains else 0
+    steps = [epochs * -(-len(indices) // train.batch_size) for indices in tasks.train_indices]
 
     def batches(size: int, **options: Any) -> dict[str, Any]:
         own_rows = devices.own_rows(learner.setup.mesh, size)
@@ -108,7 +106,7 @@ def _complete(encoders: Encoders, tasks: TaskStream) -> Setup:
         schedule=update.schedule or training.SCHEDULES[train.schedule],
         epochs=epochs,
         first_steps=[0, *itertools.accumulate(steps)],
-        evaluated=[*(n % config.evaluation.every == 0 for n in range(1, len(counts))), True],
+        evaluated=[*(n % config.evaluation.every == 0 for n in range(1, len(steps))), True],
         train_batches=batches(train.batch_size, crop_scale=tuple(data.crop_scale), flip=data.flip),
         evaluation_batches=batches(config.evaluation.batch_size),
         pretrained_view=learner.trains and config.fdc.pretrained_view_weight > 0,
@@ -180,7 +178,8 @@ def make_learner(
         mesh=mesh,
         **{name: train[name] for name in fields},
     )
-    return learners.make(chosen.name, setup, chosen.get(learners.section(chosen.name)))
+    options = chosen.get(learners.section(chosen.name)) or {}
+    return learners.find(chosen.name)(setup, **options)
 
 
 def recognise(config: Config) -> vit.Variant:

@@ -58,19 +58,18 @@ class Store(RunPaths):
         if not self.config_file.exists():
             if self.results_file.exists() or self.checkpoints_folder.exists():
                 raise InputError(
-                    f"{self.folder} holds a run without its config.json, so that nobody knows "
-                    "which one; put the file back or choose another --workdir"
+                    f"{self.folder} has files of a run but no config.json; restore that file or "
+                    "choose another --workdir"
                 )
             write_json(self.config_file, own)
             return
         saved = self.read_config()
-        changes = {it[0]: it for it in configuration.differences(saved, settings)}
+        changes = {
+            name: f"{name} was {old!r}, is {new!r}"
+            for name, old, new in configuration.differences(saved, settings)
+        }
         grows = self._grows(saved, own, changes.keys())
-        refused = changes.keys() - (_GROWING if grows else set())
-        if refused:
-            texts = [
-                f"{name} was {changes[name][1]!r}, is {changes[name][2]!r}" for name in refused
-            ]
+        if refused := changes.keys() - (_GROWING if grows else set()):
             advice = ""
             if all(name.startswith(("fdc.", "calibrators")) for name in refused):
                 folder = self.features_folder
@@ -79,17 +78,18 @@ class Store(RunPaths):
                 sizes = ",".join(map(str, known_of(saved).sizes))
                 advice = f" (classes_per_task={sizes},N learns N further classes)"
             raise InputError(
-                f"{self.folder} holds a run of another configuration: {', '.join(sorted(texts))}; "
+                f"{self.folder} holds a run of another configuration: "
+                f"{', '.join(changes[name] for name in sorted(refused))}; "
                 f"choose another --workdir or the old values{advice}"
             )
-        before = len(saved[PLANNED])
-        if changes and before != len(planned) and task_count:
-            _log.warning(
-                "%s: was planned for %d tasks, is for %d; %s: a run that knew them all from the "
-                "start would end otherwise",
-                *(self.folder, before, len(planned), task_count),
-            )
         if changes:
+            before = len(saved[PLANNED])
+            if before != len(planned) and task_count:
+                _log.warning(
+                    "%s: the run was planned for %d tasks and is now planned for %d; %s: results "
+                    "differ from those of a run that was planned for %d from the start",
+                    *(self.folder, before, len(planned), task_count, len(planned)),
+                )
             write_json(self.config_file, own)
 
     def _grows(self, saved: dict[str, Any], own: dict[str, Any], changes: Set[str]) -> bool:
@@ -105,8 +105,8 @@ class Store(RunPaths):
             present = "other images" if changed[0] in now else "no such class"
             raise InputError(
                 f"{self.folder}: expected the class {changed[0]} of {self._config.benchmark} as "
-                f"this run knows it, found {present}; a run learns a class once: put the class "
-                "back as it was, or learn all images anew with another --workdir"
+                f"this run knows it, found {present}; a run learns a class once: restore its "
+                "images, or learn all classes again with another --workdir"
             )
         same = Known(now, own[PLANNED]).tasks[: len(known.tasks)] == known.tasks
         more = len(self._tasks.tasks) >= len(known.tasks)

@@ -256,7 +256,7 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
     assert small_runs.run(same, workdir) == small_runs.results(grown[0])
     command.show(same, str(workdir), quiet=True)
     page = (workdir / "report" / "report.html").read_text()
-    assert "Cumulative-LoRA on trees" in page and "expected images of trees" not in page
+    assert "Cumulative-LoRA on trees" in page and "needs the images of trees" not in page
     classes = (workdir / "report" / "classes_1.html").read_text()
     assert all(name in classes for name in ALL)
     for table in (workdir / "report" / "tables").glob("*.csv"):
@@ -273,7 +273,7 @@ def test_who_plans_ahead_says_so(cache, tmp_path, caplog):
     add(source, *NEW)
     more = config(source, cache, learner__name="inflora")
     stopped(more, tmp_path / "run", 2)
-    assert f"was planned for 2 tasks, is for 3; {InfLoRA.task_count}: a run that" in caplog.text
+    assert f"planned for 2 tasks and is now planned for 3; {InfLoRA.task_count}:" in caplog.text
     caplog.clear()
     stopped(more, tmp_path / "run", 2)
     assert "planned" not in caplog.text
@@ -311,5 +311,5 @@ def test_an_order_is_read_from_its_file(tmp_path):
     order.unlink()
     with pytest.raises(FileNotFoundError, match=r"order\.txt"):
         configuration.validate(config("trees", "cache", class_order=(str(order),)))
-    with pytest.raises(InputError, match=r"seed: expected -1 beside .* found 7"):
+    with pytest.raises(InputError, match=r"seed: expected -1 together with .* found 7"):
         configuration.validate(config("trees", "cache", class_order=ALL, class_order_seed=7))

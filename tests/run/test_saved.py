@@ -67,12 +67,12 @@ def test_what_is_no_run_or_another_one_is_refused(whole, tmp_path):
     with pytest.raises(InputError, match=r"of several seeds, open one: .*seed_2"):
         fdc_jax.open_run(tmp_path)
     weights = small_runs.other_weights(tmp_path)
-    with pytest.raises(InputError, match=r"expected the weights that .* was run with"):
+    with pytest.raises(InputError, match=r"expected the weights of .*, found "):
         fdc_jax.open_run(copy, weights=str(weights)).encoder(0)
     with np.load(copy / "predictions.npz") as file:
         columns = dict(file)
     np.savez(copy / "predictions.npz", **columns | {"label": columns["label"][::-1]})
-    with pytest.raises(InputError, match="predictions are not of the test images"):
+    with pytest.raises(InputError, match=r"predictions.npz: expected labels of"):
         fdc_jax.open_run(copy).test_images(np.arange(2))
 
 
@@ -153,7 +153,7 @@ def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path
     )
     assert printed.splitlines()[-1] == "[0, 0, 0, 2]"  # The images of latency are to be named.
     assert (own / "cache").stat().st_mode & 0o777 == 0o700
-    assert "expected images of" in (own / "report" / "report.html").read_text()
+    assert "needs the images of" in (own / "report" / "report.html").read_text()
     run = fdc_jax.open_run(folder)
     assert {name: run.config[name] for name in ("cache_dir", "data.source", "data.workers")} == {
         "cache_dir": "",

@@ -73,23 +73,6 @@ def test_results_are_written_again(whole, copy, cache):
 # Whose directory it is ---------------------------------------------------------------------------
 
 
-def test_another_run_is_refused(copy, cache, tmp_path):
-    with pytest.raises(InputError, match=r"of another configuration: train.rank was 10, is 3;"):
-        go(config(cache, train__rank=3), copy)
-    weights = small_runs.other_weights(tmp_path)
-    with pytest.raises(InputError, match=r"fdc.attenuation was 0.5, is 0.25;.*posthoc "):
-        go(config(cache, fdc__attenuation=0.25), copy)
-    with pytest.raises(InputError, match="weights sha256 was "):
-        go(config(cache, encoder__weights=str(weights)), copy)
-    with pytest.raises(InputError, match="holds a run of a single seed"):
-        go(config(cache, seed=(1, 2)), copy)
-    (tmp_path / "several" / "seed_1").mkdir(parents=True)
-    with pytest.raises(InputError, match="holds runs of several seeds"):
-        go(config(cache), tmp_path / "several")
-    with pytest.raises(InputError, match="expected a folder to write in"):
-        go(config(cache), weights)
-
-
 def test_one_process_per_work_directory(copy, cache):
     """The lock of a process that was killed is free, though its name still stands there."""
     script = (

@@ -1,0 +1,139 @@
+"""The lines that end a run: one table for each contract between the user and the command."""
+
+import re
+
+import pytest
+
+from fdc_jax import command
+from fdc_jax.errors import InputError
+from fdc_jax.run import base, configuration
+from tests import small_runs
+from tests.small_runs import config, run
+
+COMMAND_LINE = {
+    "": "--config: expected a file, or one of best, ",
+    "--config=omnibnch": "found omnibnch; did you mean omnibench?",
+    "--config=digits --config.trian.epochs=3": '--config: no such field: .* "train"',
+    "--config=digits --config.classes_per_task=five": "expected a whole number, or a list",
+    "--config=digits --config.learner.slca.rate=1": "--config: no such field: rate",
+    "--config=digits --config.seed=1 --config.seed=2": "--config.seed is given twice",
+    "--config=digits surplus": "unexpected argument surplus",
+    "--config=digits:cumulativ_lora": "expected one of cumulative_lora, .*; did you mean cumul",
+}
+
+
+@pytest.mark.parametrize("words", COMMAND_LINE)
+def test_command_line(words):
+    with pytest.raises(InputError, match=COMMAND_LINE[words].replace("?", r"\?")) as caught:
+        command.configured(words.split())
+    assert "\n" not in str(caught.value)
+
+
+FILES_OF_CONFIGURATIONS = {
+    "import nowhere": "own.py, line 1: ModuleNotFoundError: No module named 'nowhere'",
+    "def get_config(:": "own.py, line 1: ",
+    "def get_config():\n    return {}": "own.py: AttributeError: 'dict' object",
+    "from configs import digits\n\ndef get_config():\n    config = digits.get_config()\n"
+    "    config.trian = 1": 'own.py, line 5: .* "trian" does not exist and cannot be added',
+}
+
+
+@pytest.mark.parametrize("text", FILES_OF_CONFIGURATIONS)
+def test_files_of_configurations(text, tmp_path):
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(InputError, match=FILES_OF_CONFIGURATIONS[text]):
+        configuration.load(str(tmp_path / "own.py"))
+
+
+VALUES = {
+    "train.rank": (0,),
+    "train.epochs": (-1,),
+    "train.batch_size": (-1,),
+    "evaluation.every": (0,),
+    "train.increment_learning_rate": (0.0,),
+    "train.head_learning_rate": (float("nan"),),
+    "train.schedule": ("linear",),
+    "learner.preset": ("paper",),
+    "learner.inflora.lamb": (0.0,),
+    "learner.rsiat.projector_width": (0,),
+    "learner.ewc_lora.fisher": ("mean",),
+    "learner.ewc_lora.strength": (float("nan"),),
+    "fdc.retained_energy": (1.2, 0.0),
+    "classes_per_task": (-1, (3, 0, 3), "five"),
+    "data.train_per_class": (-1,),
+    "data.test_share": (1.0,),
+    "data.crop_scale": ((1.0, 0.5), (0.5,), ("a", "b")),
+    "checkpoint.keep": (0,),
+    "seed": ((), (1, 1), ("one",), (-1,), (1, 2**32)),
+    "class_order_seed": (-2, 2**32),
+    "evaluation.batch_size": (0,),
+}
+
+
+@pytest.mark.parametrize("field", VALUES)
+def test_values(field):
+    for value in VALUES[field]:
+        config = base.get_config()
+        config.update_from_flattened_dict({field: value})
+        with pytest.raises(InputError, match=rf"^config\.{field}: expected .*, found "):
+            configuration.validate(config)
+
+
+SETTINGS = {
+    "fdc.neighbours": (6, "config.fdc.neighbours: expected at most 5, the classes with im"),
+    "classes_per_task": (11, "config.classes_per_task: expected at most the 10"),
+    "encoder.weights": ("/nowhere.npz", "found no file /nowhere.npz"),
+}
+
+
+@pytest.mark.parametrize("field", SETTINGS)
+def test_settings_that_do_not_fit_data_or_weights(field, cache, tmp_path):
+    value, message = SETTINGS[field]
+    with pytest.raises(InputError, match=message) as caught:
+        run(config(cache, **{field: value}), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+LEARNERS = {
+    "tests.learners.grows": "must return a state like that of",
+    "tests.fails_in_loss": r"fails_in_loss.py, line \d+: ZeroDivisionError: .*; expected "
+    r"loss\(self, backbone, frozen, trained, batch\); --traceback shows the calls",
+}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_learners_of_ones_own(name, cache, tmp_path):
+    with pytest.raises(InputError, match=LEARNERS[name]) as caught:
+        run(config(cache, learner__name=name), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "calibrators").exists()
+
+
+OTHER_RUNS = [
+    (dict(train__rank=3), r"of another configuration: train.rank was 10, is 3;"),
+    (dict(fdc__attenuation=0.25), r"fdc.attenuation was 0.5, is 0.25;.*posthoc "),
+    (dict(encoder__weights="other"), "weights sha256 was "),
+    (dict(seed=(1, 2)), "holds a run of a single seed; choose another --workdir"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), OTHER_RUNS, ids=lambda it: re.sub(r"\W", "_", str(it))[:30]
+)
+def test_work_directories_of_other_runs(fields, message, whole, cache, tmp_path):
+    copy = small_runs.copied(whole, tmp_path / "copy")
+    if "encoder__weights" in fields:
+        fields = dict(encoder__weights=str(small_runs.other_weights(tmp_path)))
+    with pytest.raises(InputError, match=message):
+        run(config(cache, **fields), copy)
+    small_runs.same_outcome(copy, whole)
+
+
+def test_work_directories_that_hold_no_single_run(cache, tmp_path):
+    (tmp_path / "several" / "seed_1").mkdir(parents=True)
+    with pytest.raises(InputError, match="holds runs of several seeds; choose another --workdir"):
+        run(config(cache), tmp_path / "several")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="expected a folder to write in"):
+        run(config(cache), tmp_path / "file")
