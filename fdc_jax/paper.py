@@ -301,6 +301,8 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
         return None
     except InputError as error:
         return 2, str(error)
+    except OSError as error:
+        return 2, f"cannot write {run.folder / 'log.txt'}: {error.strerror}"
     if child.returncode < 0:
         return 1, f"ended by {signal.Signals(-child.returncode).name}"
     return child.returncode, last

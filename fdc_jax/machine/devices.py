@@ -4,6 +4,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,8 @@ def keep_programs(folder: Path) -> None:
     if not getattr(jax.config, "jax_compilation_cache_dir", None):
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # A cache on a full disk, or a damaged one, is no reason to warn: programs are compiled again.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
 
 
 def peak_memory() -> int | None:

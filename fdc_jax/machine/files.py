@@ -198,7 +198,10 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
             yield
             return
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        try:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}") from error
         try:
             yield
         finally:

@@ -356,7 +356,7 @@ def of_selection(groups: Sequence[Group]) -> Table:
     names, scope = _settings(groups)
     members: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
-        if group.values("gain:selected") and group.values("gain:full"):
+        if all(group.values(f"gain:{key}") for key in ("selected", "full", *_PARTS)):
             members.setdefault((group.learner, names[group.title]), []).append(group)
     rows, gains = {}, []
     for (learner, title), own in members.items():

@@ -104,9 +104,9 @@ STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}
 @pytest.mark.parametrize(
     ("state", "found"),
     [
-        (None, r"expected float32\[3, 4\] at \['heads'\], found nothing"),
+        (None, r"heads: expected float32\[3, 4\], found nothing"),
         (STATE | {"heads": jnp.zeros((4, 4))}, r"found float32\[4, 4\]"),
-        (STATE | {"more": 0.0}, r"expected nothing at \['more'\], found float32\[\]"),
+        (STATE | {"more": 0.0}, r"more: expected nothing, found float32\[\]"),
     ],
 )
 def test_another_state_is_named(state, found):

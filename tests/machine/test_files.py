@@ -170,6 +170,16 @@ def test_a_file_without_its_lock_is_left_as_it_is(tmp_path, monkeypatch):
     assert (tmp_path / ".lock").read_text() == "of somebody"
 
 
+def test_a_lock_that_the_disk_has_no_room_for_is_named(tmp_path):
+    script = "import pathlib, sys; from fdc_jax.machine.files import locked\n"
+    script += "with locked(pathlib.Path(sys.argv[1])): pass"
+    limit = ["bash", "-c", 'trap "" XFSZ; ulimit -f 0; exec "$@"', "-", sys.executable, "-c"]
+    done = subprocess.run([*limit, script, tmp_path / ".lock"], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].endswith(
+        f"cannot write {tmp_path / '.lock'}: File too large"
+    )
+
+
 WITHOUT = """
 import os, sys
 sys.modules["fcntl"] = None

@@ -175,6 +175,18 @@ def test_components_with_a_gain_on_every_benchmark_are_selected(tmp_path, gains,
     assert fdc.COMPONENTS[expected].get("tsf", True) == (gains[0] > 0)
 
 
+def test_runs_of_one_view_have_no_part_in_the_selection(tmp_path):
+    """Nor does NumPy warn of them."""
+    found = results(learner="frozen")
+    for key in [key for key in found["components"] if key.endswith("_view")]:
+        del found["components"][key]
+    write_run(tmp_path / "frozen", found)
+    write_run(tmp_path / "loda", learner="loda")
+    groups = runs.load(sorted(tmp_path.iterdir()))[0]
+    learned = tables.of_selection(groups).frame.index.get_level_values(0)
+    assert "LoDA" in learned and "Frozen encoder" not in learned
+
+
 def test_pairs_with_a_gain_are_counted_as_the_paper_counts_its_own(ours, groups):
     found = lines(ours["selection"], "learners of Table plugin")
     assert list(found) == ["ours", "paper"]
