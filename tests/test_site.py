@@ -70,7 +70,7 @@ def test_names_of_the_notation_exist(name):
 
 def test_the_notation_has_every_setting_of_the_paper():
     for field in dataclasses.fields(calibration.Settings):
-        assert f"calibration.fdc.Settings.{field.name}" in NOTATION
+        assert f"calibration.statistics.Settings.{field.name}" in NOTATION
         assert f"config.fdc.{field.name}" in NOTATION
 
 
