@@ -6,6 +6,7 @@ Results are kept in the user's cache folder, so that a second report takes secon
 import dataclasses
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,14 @@ def _kept(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     """
     test = folder / "test_adapted.npy"
     changed = test.stat().st_mtime_ns if test.exists() else 0
-    memory: Any = joblib.Memory(user_cache() / "report", verbose=0)
-    return memory.cache(_called)(function, folder.absolute(), changed, _code(), *arguments)
+    folder = folder.absolute()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="joblib")
+            memory: Any = joblib.Memory(user_cache() / "report", verbose=0)
+            return memory.cache(_called)(function, folder, changed, _code(), *arguments)
+    except OSError:  # The disk of the cache is full, for instance.
+        return function(folder, *arguments)
 
 
 def _called(

@@ -106,3 +106,10 @@ def test_what_a_run_does_not_allow_is_missing_with_the_reason(tmp_path):
     group = analysed(tmp_path / "b", None)
     (reason,) = group.missing
     assert group.analyses == {} and "no diagnostics or sweeps: no saved features" in reason
+
+
+def test_results_do_without_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(analysis, "user_cache", lambda: tmp_path / "file")
+    write_features(tmp_path, feature_set())
+    assert len(analysis._kept(analysis._untrained, tmp_path)[1]) == len(analysis.UNTRAINED)
