@@ -101,7 +101,7 @@ class Run(NamedTuple):
         fields = configuration.flatten(self.config) | {"seed": [self.seed]}
         if not self.config.train.epochs:  # The run chooses a number.
             del fields["train.epochs"]
-        return ", ".join(RunPaths(self.folder).differing(fields))
+        return RunPaths(self.folder).differing(fields)
 
     @property
     def state(self) -> str:
@@ -423,19 +423,18 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
         print(describe(runs, missing, machines), flush=True)
     if options.dry_run:
         return 0
-    outcomes: dict[Path, Outcome] = {}
+    failed: dict[Path, Outcome] = {}
     runner = work if options.ray is None else work_with_ray
     for run, outcome in runner(usable, options, stop) if todo else ():
-        outcomes[run.folder] = outcome
+        failed |= {run.folder: outcome} if outcome[0] else {}
         _say(_ending(run, outcome, runs, machines), options.quiet)
     for run in runs:
         if run not in usable:
-            other = f"the folder has another run: {run.other}"
-            outcomes[run.folder] = 2, missing.get(run.benchmark) or other
-    failed = [run for run in runs if outcomes.get(run.folder, (0, ""))[0]]
-    for run in failed:
-        code, text = outcomes[run.folder]
-        _say(f"failed with code {code}: {run}: {text} ({run.folder})")
+            text = missing.get(run.benchmark) or f"the folder holds another run: {run.other}"
+            failed[run.folder] = 2, text
+        if run.folder in failed:
+            code, text = failed[run.folder]
+            _say(f"failed with code {code}: {run}: {text} ({run.folder})")
     running = [run for run in usable if run.state == "running"]
     for run in running:
         _say(f"still running: {run}, by {holder(run.folder / _WORKER)}")
@@ -445,6 +444,8 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
         with locked(Path(options.workdir, _WORKER), wait=True):
             if not page.exists() or page.stat().st_mtime < max(it.stat().st_mtime for it in done):
                 measure_latency(usable, options.quiet, stop)
+                stop.poll()
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the report, too
                 hosts = {run.benchmark: run.host for run in usable}
                 report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
         if not options.quiet:
@@ -452,7 +453,7 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
                 if (path := page.parent / "tables" / f"{table}.txt").exists():
                     print(f"\n{path.read_text(encoding='utf-8')}")
             print(f"report: {page}")
-    return outcomes[failed[0].folder][0] if failed else 0
+    return next((failed[run.folder][0] for run in runs if run.folder in failed), 0)
 
 
 def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None:

@@ -84,8 +84,8 @@ def changes(config: dict[str, Any]) -> str:
     """Returns a sentence with the settings of a run that differ from `settings.py`."""
     league = configuration.flatten(settings.get_config())
     said = [
-        f"{field} {json.dumps(value)}"
-        for field, _, value in configuration.differences(league, config)
+        f"{field} {json.dumps(config[field])}"
+        for field in configuration.differences(league, config)
         if field not in _ELSEWHERE and not learners.of_another(field, config["learner.name"])
     ]
     return f"Settings: {', '.join(said)}." * bool(said)

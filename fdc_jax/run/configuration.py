@@ -198,10 +198,10 @@ def _read_class_order(config: Config) -> None:
         config.class_order = names
 
 
-def differences(saved: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Returns (field, saved value, new value) where results would differ; `new` has the fields."""
-    return [
-        (field, saved.get(field), value)
+def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Returns phrases such as "train.rank was 10, is 3" by field of `new`, if results differ."""
+    return {
+        field: f"{field} was {saved.get(field)!r}, is {value!r}"
         for field, value in sorted(new.items())
         if field not in WITHOUT_EFFECT and saved.get(field) != value
-    ]
+    }

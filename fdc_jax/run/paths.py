@@ -61,15 +61,14 @@ class RunPaths:
         remedy = "put it back, or choose another --workdir"
         return _read(self.config_file, schema.Config, remedy, complete)
 
-    def differing(self, fields: Mapping[str, Any]) -> list[str]:
-        """Returns phrases for the fields that a run in the folder has with other values.
+    def differing(self, fields: Mapping[str, Any]) -> str:
+        """Returns the fields that a run in the folder has with other values, in words.
 
         Fields that divide classes into tasks may differ, as a run may grow by further tasks.
         """
-        saved = self.read_config() if self.config_file.exists() else dict(fields)
+        saved = self.read_config() if self.config_file.exists() else fields
         given = {name: value for name, value in fields.items() if name not in configuration.TASKS}
-        differences = configuration.differences(saved, given)
-        return [f"{name} is {old!r}, not {new!r}" for name, old, new in differences]
+        return ", ".join(configuration.differences(saved, given).values())
 
     def read_results(self) -> dict[str, Any] | None:
         """Returns the content of `results.json`, or None before it is written."""

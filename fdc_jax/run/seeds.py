@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import itertools
 import re
 import sys
 import traceback
@@ -74,7 +73,7 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
         fields = configuration.flatten(config) | {"weights sha256": setup.pretrained.sha256}
         for seed, folder in folders.items():
             if differing := RunPaths(folder).differing(fields | {"seed": [seed]}):
-                raise InputError(f"{folder}: holds another run: {', '.join(differing)}")
+                raise InputError(f"{folder} holds another run: {differing}")
         return f"{describe(setup)}\n{estimate.describe(setup, len(folders))}"
 
 
@@ -191,11 +190,9 @@ def _explained(config: Config) -> Iterator[None]:
         if not methods:
             raise
         text = f"learner.name: {name}: {errors.origin(error)}"
-        declared = (getattr(learners.Learner, method, None) for method in methods)
-        for method in itertools.islice(filter(callable, declared), 1):
-            given = inspect.signature(method).parameters.values()
-            names = [it.name for it in given if it.default is it.empty]
-            text += f"; expected {method.__name__}({', '.join(names)})"
+        if known := [method for method in methods if hasattr(learners.Learner, method)]:
+            names = inspect.getfullargspec(getattr(learners.Learner, known[0])).args
+            text += f"; expected {known[0]}({', '.join(names)})"
         raise InputError(f"{text}; --traceback shows the calls") from error
 
 

@@ -64,10 +64,7 @@ class Store(RunPaths):
             write_json(self.config_file, own)
             return
         saved = self.read_config()
-        changes = {
-            name: f"{name} was {old!r}, is {new!r}"
-            for name, old, new in configuration.differences(saved, settings)
-        }
+        changes = configuration.differences(saved, settings)
         grows = self._grows(saved, own, changes.keys())
         if refused := changes.keys() - (_GROWING if grows else set()):
             advice = ""
