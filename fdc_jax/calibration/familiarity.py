@@ -11,11 +11,16 @@ h = n / (n - 1), and P becomes P + b P r r' P / (1 - b r' P r) with b = (1 - a) 
 of P are kept.
 
 Statistics change with later tasks. Values are therefore kept less their expectation for the class,
+in units of their standard deviation,
 
-    e_c = ((mu_c - m)' W (mu_c - m) + tr W S / N - tr P S / N) / 2,
+    e_c = (mu' W mu + tr A) / 2,    s_c^2 = tr A^2 / 2 + v mu' W S W mu / N,
+    A = (v W - u P) S / N,
 
-where m and W are the mean and the precision of all images as one. The typicality of an image is the
-share of values plus present expectations, its own among them, that are at most its familiarity.
+where mu = mu_c - m, and m and W are the mean and the precision of all images as one. Leaving images
+out makes distances larger, from a class by the factor u = h^2 / (1 - b tr P S / N) with a mean n,
+from m by v likewise. These values are of the own class c alone. The gain in f by the nearest class
+is known for the images of the newest task; other images take it from the one of closest value. The
+typicality of an image is the share of values, its own among them, that are at most its f.
 """
 
 from __future__ import annotations
@@ -62,6 +67,7 @@ class Reference(NamedTuple):
     middle: Float[Any, " d"]  # m
     whole: Float[Any, "d d"]  # W
     expected: Float[Any, " c"]  # e_c
+    deviations: Float[Any, " c"]  # s_c
 
 
 def reference(known: Any, counts: Int[np.ndarray, " c"], kind: type = np.float64) -> Reference:
@@ -70,14 +76,29 @@ def reference(known: Any, counts: Int[np.ndarray, " c"], kind: type = np.float64
     scatter, middle = known.scatter.astype(kind), np.average(known.means, axis=0, weights=counts)
     means = ((known.means - middle) * (counts > 0)[:, None]).astype(kind)
     about = means * np.sqrt(counts, dtype=kind)[:, None]
-    precision = shared_precision(scatter, images, int((counts > 0).sum()))
-    whole = shared_precision(scatter + about.T @ about, images, 1)
-    own, all_as_one = (((means @ matrix) * means).sum(axis=1) for matrix in (precision, whole))
-    expected = (all_as_one + ((whole - precision) * scatter).sum() / images) / 2
-    constants = np.where(counts > 0, own / 2, np.inf)
+    classes, total = int((counts > 0).sum()), scatter + about.T @ about
+    precision, whole = (
+        shared_precision(scatter, images, classes),
+        shared_precision(total, images, 1),
+    )
+    constants = np.where(counts > 0, ((means @ precision) * means).sum(axis=1) / 2, np.inf)
+    inner, turned = precision @ scatter / kind(images), means @ whole
+    u = _growth(np.trace(inner), max(images / classes, 2), images)
+    v = _growth((whole * total).sum() / images, images, images)
+    excess = v * (whole @ scatter / kind(images)) - u * inner
+    expected = ((turned * means).sum(axis=1) + np.trace(excess)) / 2
+    variances = v * ((turned @ scatter) * turned).sum(axis=1) / images
+    variances += (excess * excess.T).sum() / 2
     by_class = padded(means, size), padded(constants, size, np.inf)
-    parts = precision, *by_class, middle, whole, padded(expected, size)
+    deviations = np.sqrt(np.maximum(variances, 1e-12))
+    parts = precision, *by_class, middle, whole, padded(expected, size), padded(deviations, size)
     return Reference(*map(float32, parts))
+
+
+def _growth(square: Any, count: float, images: int) -> Any:
+    """Returns h^2 / (1 - b r' P r), the growth of r' P r if an image of `count` is left out."""
+    h = count / max(count - 1.0, 1.0)
+    return h**2 / (1.0 - (1.0 - OWN_SHARE) * h / images * square)
 
 
 def compare(known: Reference, features: Float[Any, "n d"]) -> tuple[Any, Any]:
@@ -94,8 +115,11 @@ def left_out(
     features: Float[np.ndarray, "n d"],
     columns: Int[np.ndarray, " n"],
     counts: Int[np.ndarray, " c"],
-) -> Float[np.ndarray, " n"]:
-    """Returns f of images that the statistics leave out; their classes have two or more images."""
+) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """Returns f of images, each left out, with the own class alone, and the gain by the nearest.
+
+    Classes have two or more images.
+    """
     near = unit(features) - known.middle
 
     def without(away: Any, matrix: Any, count: Any) -> tuple[Any, Any, Any]:
@@ -112,22 +136,31 @@ def left_out(
     squares += change[:, None] * along**2
     squares[np.arange(len(near)), columns] = own
     whole = without(near, known.whole, counts.sum())[1]
-    return (whole - squares.min(axis=1)) / 2
+    return (whole - own) / 2, (own - squares.min(axis=1)) / 2
 
 
 class Familiarity(NamedTuple):
-    """Familiarity of left-out images less the expectation for their classes."""
+    """Familiarity of left-out images with their own class, standardised, and gains by others."""
 
     values: Float[np.ndarray, " n"] = np.zeros(0, np.float32)
     columns: Int[np.ndarray, " n"] = np.zeros(0, np.int32)  # index of each image's class
+    gains: Float[np.ndarray, " m"] = np.zeros(0, np.float32)  # of the last m images
 
-    def with_task(self, known: Reference, values: Any, columns: Any) -> Familiarity:
+    def with_task(self, known: Reference, values: Any, gains: Any, columns: Any) -> Familiarity:
         """Returns the values with images of a further task."""
-        values = float32(values - known.expected[columns])
+        values = float32((values - known.expected[columns]) / known.deviations[columns])
         columns = np.append(self.columns, columns.astype(np.int32))
-        return Familiarity(np.append(self.values, values), columns)
+        return Familiarity(np.append(self.values, values), columns, float32(gains))
 
     def typicality(self, known: Reference, familiar: Float[np.ndarray, " n"]) -> Any:
         """Returns the share of left-out images, in (0, 1], that are at most as familiar."""
-        values = np.sort(self.values + np.asarray(known.expected)[self.columns])
+        expected, deviations = (
+            np.asarray(values)[self.columns] for values in (known.expected, known.deviations)
+        )
+        values = expected + deviations * self.values
+        if newest := len(self.gains):
+            order = np.argsort(self.values[-newest:])
+            closest = np.searchsorted(self.values[-newest:][order], self.values)
+            values += self.gains[order[np.minimum(closest, newest - 1)]]
+        values = np.sort(values)
         return (1.0 + np.searchsorted(values, familiar, side="right")) / (1.0 + len(values))

@@ -223,8 +223,8 @@ class Gaussians(Calibrator):
         self.confidence = self.confidence.with_task(columns[some], scores, spread)
         some = confidence.measured(given.counts[given.rows] > 1)
         features = inputs.float32(given.views[-1][some])
-        values = familiarity.left_out(known, features, columns[some], counts)
-        self.familiarity = self.familiarity.with_task(known, values, columns[some])
+        values, gains = familiarity.left_out(known, features, columns[some], counts)
+        self.familiarity = self.familiarity.with_task(known, values, gains, columns[some])
 
     def _compensate(self, given: inputs.TaskInput) -> None:
         """Moves the adapted view of all earlier classes by the map of a new task."""

@@ -191,8 +191,9 @@ def test_storage_counts_means_factors_and_half_of_a_symmetric_scatter():
     tasks, classes = streams.stream(2, 3), 9
     numbers = [classes * d * (1 + gaussians.RANK) + d * (d + 1) // 2 for d in (16, 12)]
     stale = len(tasks)
-    # Losses, wrong and all answers, and the familiarity and the class of all images.
+    # Losses, wrong and all answers, familiarity and class of all images, gains of the newest task.
     sure = len(confidence.TEMPERATURES) + 2 + 2 * sum(len(task.rows) for task in tasks)
+    sure += len(tasks[-1].rows)
     assert fitted(tasks).storage_bytes == 4 * (sum(numbers) + classes + stale + sure)
     assert fitted(tasks, dual=False).storage_bytes == 4 * (numbers[0] + classes + stale + sure)
 
