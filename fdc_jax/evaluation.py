@@ -1,11 +1,8 @@
-"""What a prediction got right, where it went wrong, and whether a gain is real.
+"""Accuracies of predictions, routing errors by task, and intervals of accuracies and gains.
 
-Predictions are integer vectors of one length [n] on the host.
-Accuracies and shares are in percent, gains in percentage points.
-
-A prediction is read as two decisions (paper, Eq. raw): the task, then the class within the task's
-head. `oracle_label` is the class that the same scores give when the true task is known ("Given Task
-ID" in the paper).
+Predictions are integer vectors [n] on the host. Accuracies and shares are in percent, gains in
+percentage points. A prediction is two decisions (paper, Eq. raw): the task, and the class within
+the task's head. `oracle` is the class within the true task's head ("Given Task ID" in the paper).
 """
 
 import base64
@@ -23,14 +20,13 @@ from fdc_jax.calibration import FDC, METHODS, Scores
 from fdc_jax.calibration.confidence import of_labels
 from fdc_jax.errors import InputError
 
-# Names of accuracies in a line of text; of others, their keys.
-_TITLES = {FDC.name: METHODS[FDC.name].title, "oracle": "task given"}
+_TITLES = {FDC.name: METHODS[FDC.name].title, "oracle": "task given"}  # in lines of text
 _CONFIDENCE = 0.95  # of all intervals
 _QUANTILE = float(scipy.special.ndtri(0.5 + _CONFIDENCE / 2))
 
 
 class Gain(NamedTuple):
-    """A mean gain in percentage points with its interval."""
+    """A mean in percent or points, its deviation or standard error, and its 95 % interval."""
 
     mean: float
     std: float
@@ -39,7 +35,7 @@ class Gain(NamedTuple):
 
 
 def pack(numbers: ArrayLike) -> str:
-    """Returns whole numbers below 2^16 as text: base64 of zlib of little-endian uint16."""
+    """Encodes whole numbers below 2^16 as text: base64 of zlib of little-endian uint16."""
     array = np.asarray(numbers)
     if array.size and not 0 <= array.min() <= array.max() < 2**16:
         raise InputError(f"expected numbers from 0 to {2**16 - 1}, found {array.min()}")
@@ -55,28 +51,6 @@ def _percent(right: Bool[np.ndarray, " n"]) -> float:
     return 100.0 * float(np.sum(right)) / len(right)
 
 
-def decompose(
-    scores: Scores, labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
-) -> dict[str, float]:
-    """Returns three accuracies in percent, and four shares that sum to 100.
-
-    The shares are of the samples by the task decision and the class decision; arguments as of
-    `measure`.
-    """
-    routed, right = scores.task == tasks, scores.label == labels
-    oracle_right = scores.label_in_task(tasks) == labels
-    return {
-        "num_samples": len(labels),
-        "accuracy": _percent(right),
-        "routing_accuracy": _percent(routed),
-        "oracle_accuracy": _percent(oracle_right),
-        "right_task_right_class": _percent(routed & right),
-        "right_task_wrong_class": _percent(routed & ~right),
-        "wrong_task_oracle_right": _percent(~routed & oracle_right),
-        "wrong_task_oracle_wrong": _percent(~routed & ~oracle_right),
-    }
-
-
 def task_confusion(
     true_task: ArrayLike, predicted_task: ArrayLike, num_tasks: int
 ) -> Int[np.ndarray, "t t"]:
@@ -89,26 +63,22 @@ def task_confusion(
 def task_accuracies(
     true_task: Int[np.ndarray, " n"], right: Bool[np.ndarray, " n"]
 ) -> list[float | None]:
-    """Returns the share of right samples of each true task; None for a task without samples.
-
-    The mean of these numbers weights tasks equally and differs from `accuracy` when task sizes do.
-    """
+    """Returns the accuracy on each true task, None for a task without samples."""
     totals, hits = np.bincount(true_task), np.bincount(true_task, weights=right)
     return [100.0 * hit / total if total else None for hit, total in zip(hits, totals, strict=True)]
 
 
 def calibration_error(probability: Float[np.ndarray, " n"], right: Bool[np.ndarray, " n"]) -> float:
-    """Returns the expected calibration error in points: what probability and accuracy differ by.
+    """Returns the expected calibration error in points, with 15 bins of equal width.
 
-    That is the mean over samples of the difference of the two means in the sample's bin, of 15 of
-    equal width (Guo et al., "On Calibration of Modern Neural Networks", 2017).
+    Guo et al., "On Calibration of Modern Neural Networks" (2017).
     """
     bins = np.minimum((15 * probability).astype(int), 14)
     return 100.0 * float(np.abs(np.bincount(bins, probability - right)).sum()) / len(right)
 
 
 def chance_calibration_error(probability: Float[np.ndarray, " n"]) -> float:
-    """Returns the mean `calibration_error` of as many samples that are right as often as said."""
+    """Returns the mean error of as many samples whose probabilities are true, in 100 draws."""
     draws = np.random.default_rng(0).random((100, len(probability))) < probability
     return float(np.mean([calibration_error(probability, right) for right in draws]))
 
@@ -117,16 +87,16 @@ def chance_calibration_error(probability: Float[np.ndarray, " n"]) -> float:
 
 
 def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """Mean and sample standard deviation over seeds; the latter is NaN for one seed."""
+    """Returns mean and sample standard deviation over seeds, NaN for one seed."""
     array = np.asarray(values, np.float64)
     std = float(np.std(array, ddof=1)) if array.size > 1 else math.nan
     return float(np.mean(array)), std
 
 
 def student(values: ArrayLike, low: float = -math.inf, high: float = math.inf) -> Gain:
-    """Mean over seeds, sample std and Student t interval, cut to a range.
+    """Returns the mean over seeds with Student's t interval, cut to the range of the quantity.
 
-    The interval is NaN for one seed, and if no seed differs: the seeds say nothing of chance then.
+    The interval is NaN for one seed, and if all seeds have the same value.
     """
     array = np.asarray(values, np.float64)
     mean, std = mean_and_std(array)
@@ -138,15 +108,10 @@ def student(values: ArrayLike, low: float = -math.inf, high: float = math.inf) -
 
 
 def welch(values: Sequence[float], mean: float, std: float, count: float) -> Gain:
-    """Mean over seeds minus another mean, with Welch's t interval.
+    """Returns the mean over seeds minus another mean, with Welch's t interval.
 
-    NaN where a side has one seed or no deviation is known.
-
-    Args:
-        values: one number per seed.
-        mean: of the other side.
-        std: its sample standard deviation over `count` seeds.
-        count: its number of seeds.
+    `std` is the sample standard deviation of the other side over its `count` seeds. The interval is
+    NaN if a side has one seed, or if a deviation is not known.
     """
     own, own_std = mean_and_std(values)
     counts = np.array([len(values), count])
@@ -160,7 +125,7 @@ def welch(values: Sequence[float], mean: float, std: float, count: float) -> Gai
 
 
 def share_of(right: Bool[np.ndarray, " n"]) -> Gain:
-    """Share of right samples with its standard error and interval, which no share makes a point.
+    """Returns the share of right samples with its standard error and Wilson's interval.
 
     Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
     """
@@ -172,11 +137,10 @@ def share_of(right: Bool[np.ndarray, " n"]) -> Gain:
 
 
 def sample_gain(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> Gain:
-    """Accuracy gain over test samples, paired by sample, with its standard error and interval.
+    """Returns the gain in accuracy, paired by sample, with its standard error and interval.
 
-    Half a sample more is put right and half a one is spoiled, so that the interval is no point
-    where none is: Agresti and Min, "Simple improved confidence intervals for comparing matched
-    proportions" (2005).
+    The interval counts half a sample more as repaired and half a sample more as spoiled (Agresti
+    and Min, "Simple improved confidence intervals for comparing matched proportions", 2005).
     """
     label, first, second = map(np.asarray, (true_label, before, after))
     change = (second == label).astype(float) - (first == label)
@@ -196,43 +160,51 @@ def measure(
     tasks: Int[np.ndarray, " n"],
     probabilities: Float[np.ndarray, "n classes"] | None = None,
 ) -> dict[str, Any]:
-    """Returns what calibrators got right, in percent, by quantity and by their names.
+    """Returns accuracies and errors of calibrators in percent, by quantity and calibrator.
 
-    `accuracy` and `task_accuracy` have an entry `oracle`, too, of the heads given the true task.
+    `accuracy` and `task_accuracy` also have the entry `oracle`, for raw logits with the task given.
 
     Args:
-        scores: by name, `raw` among them.
+        scores: of calibrators by name, including `raw`.
         labels: true labels.
         tasks: true tasks, counted from 0.
-        probabilities: of all classes, tasks in order; with them `calibration_error` says how far
-            those of the predicted labels are from the share of right ones, and
-            `chance_calibration_error` how far that would be by chance alone.
+        probabilities: of all classes, tasks in order, for the calibration errors.
     """
-    parts = {name: decompose(of, labels, tasks) for name, of in scores.items()}
     predicted = {name: of.label for name, of in scores.items()}
     predicted["oracle"] = scores["raw"].label_in_task(tasks)
     right = {name: label == labels for name, label in predicted.items()}
-    measures: dict[str, Any] = {
+    parts, errors, by_chance = {}, {}, {}
+    for name, of in scores.items():
+        routed, given = of.task == tasks, of.label_in_task(tasks) == labels
+        parts[name] = {
+            "num_samples": len(labels),
+            "accuracy": _percent(right[name]),
+            "routing_accuracy": _percent(routed),
+            "oracle_accuracy": _percent(given),
+            "right_task_right_class": _percent(routed & right[name]),
+            "right_task_wrong_class": _percent(routed & ~right[name]),
+            "wrong_task_oracle_right": _percent(~routed & given),
+            "wrong_task_oracle_wrong": _percent(~routed & ~given),
+        }
+        if probabilities is not None:
+            stated = of_labels(probabilities, of.classes, of.label)
+            errors[name] = calibration_error(stated, right[name])
+            by_chance[name] = chance_calibration_error(stated)
+    measures = {
         "accuracy": {name: _percent(of) for name, of in right.items()},
         "routing_accuracy": {name: part["routing_accuracy"] for name, part in parts.items()},
         "decomposition": parts,
         "task_accuracy": {name: task_accuracies(tasks, of) for name, of in right.items()},
     }
-    if probabilities is not None:
-        sure = {name: of_labels(probabilities, of.classes, of.label) for name, of in scores.items()}
-        measures["calibration_error"] = {
-            name: calibration_error(of, right[name]) for name, of in sure.items()
-        }
-        measures["chance_calibration_error"] = {
-            name: chance_calibration_error(of) for name, of in sure.items()
-        }
+    if errors:
+        measures |= {"calibration_error": errors, "chance_calibration_error": by_chance}
     return measures
 
 
 def predictions(
     scores: Mapping[str, Scores], labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
 ) -> dict[str, Int[np.ndarray, " n"]]:
-    """Returns the columns of `predictions.npz`; arguments as of `measure`."""
+    """Returns the columns of `predictions.npz`; the arguments are those of `measure`."""
     columns = {"label": labels, "task": tasks, "oracle_label": scores["raw"].label_in_task(tasks)}
     for name, of in scores.items():
         columns |= {f"{name}_label": of.label, f"{name}_task": of.task}
@@ -243,12 +215,8 @@ def predictions(
 
 def describe(record: dict[str, Any], num_tasks: int) -> str:
     """Returns one line about the accuracies after a task."""
-    accuracies = (
-        f"{_TITLES.get(name, name)} {value:.2f}" for name, value in record["accuracy"].items()
-    )
-    routing = record["routing_accuracy"]
-    to = f" -> {routing[FDC.name]:.2f}" if FDC.name in routing else ""
-    return (
-        f"after task {record['task'] + 1}/{num_tasks}: {'  '.join(accuracies)}  "
-        f"routing {routing['raw']:.2f}{to} %"
-    )
+    values, routing = record["accuracy"].items(), record["routing_accuracy"]
+    accuracies = "  ".join(f"{_TITLES.get(name, name)} {value:.2f}" for name, value in values)
+    calibrated = f" -> {routing[FDC.name]:.2f}" if FDC.name in routing else ""
+    done = f"after task {record['task'] + 1}/{num_tasks}"
+    return f"{done}: {accuracies}  routing {routing['raw']:.2f}{calibrated} %"

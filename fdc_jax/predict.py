@@ -16,7 +16,7 @@ import operator
 import sys
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,10 @@ from fdc_jax.report import pictures
 from fdc_jax.run.prediction import EVIDENCE, Predictions
 from fdc_jax.run.progress import Progress
 
-# Most images that are printed, and shown on the page.
+# Images that are printed, and images on the page, at most.
 _PRINTED, _ON_PAGE = 10, 100
-# Of a run that answers before its training.
 _UNFINISHED = "training is not finished: answers by features of the pretrained encoder alone"
-# Numbers of answers by true class, "" if it is unknown, and answer.
+# Numbers of images by true class, "" if it is unknown, and answer.
 _Answers = collections.defaultdict[str, collections.Counter[str]]
 
 
@@ -74,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Runs the parsed command."""
     options.output = str(check_writable_file("--output", options.output, ".csv", ".jsonl"))
     if options.html is not None:
         options.html = str(check_writable_file("--html", options.html, ".html"))
@@ -97,56 +95,56 @@ def _run(options: argparse.Namespace) -> None:
             file.write(_text(table, options.output, header=not printed).encode())
             if counts["images"] < _PRINTED:
                 printed.append(table)
-            records = table.assign(position=table.index).to_dict("records")
-            for record in records:
-                unlike = record.get("unlike_learned", False)
-                counts.update(images=1, changed=record["changed"], unlike=unlike)
-                if classes:
-                    answers[record["true_class"]][record["class"]] += 1
+            counts.update(images=len(table), changed=int(table["changed"].sum()))
+            counts.update(unlike=int(table.get("unlike_learned", pd.Series(dtype=bool)).sum()))
+            if classes:
+                for true, answer in table[["true_class", "class"]].to_numpy():
+                    answers[true][answer] += 1
             if options.html:
+                records = table.assign(position=table.index).to_dict("records")
                 rows = zip(map(_certainty, records), records, map(np.copy, pixels), strict=True)
-                both = itertools.chain(shown, rows)
-                shown = heapq.nsmallest(_ON_PAGE, both, key=operator.itemgetter(0))
+                candidates = itertools.chain(shown, rows)
+                shown = heapq.nsmallest(_ON_PAGE, candidates, key=operator.itemgetter(0))
             done = counts["images"] + len(predictions.unreadable)
             speed = done / (time.perf_counter() - start)
             progress.step("predict", images_per_second=f"{speed:.0f}")
         if not printed:
             raise InputError(f"none of {images} could be read")
+    for true, given in answers.items():
+        counts.update({"right": given[true], "labelled": given.total()} if true else {})
     if options.html:
         rows = [_picture(row, image) for _, row, image in shown]
-        write_text(options.html, _page(predictions, rows, counts, answers))
+        write_text(options.html, _page(predictions, rows, counts))
     if not options.quiet:
         _print_summary(pd.concat(printed).head(_PRINTED), counts, options)
         if answers.keys() - {""}:
-            _print_accuracy(answers)
+            _print_accuracy(answers, counts)
     if predictions.unreadable:
         raise InputError(f"{len(predictions.unreadable)} of {images} could not be read")
 
 
 def _certainty(record: dict[str, Any]) -> float:
-    """Returns the order on the page: images unlike anything learned, then the least certain."""
+    """Returns the sort key of the page: images unlike anything learned, then the least certain."""
     return record.get("confidence", 0.0) - record.get("unlike_learned", False)
 
 
 def _classes_by_folder(predictions: Predictions, given: Sequence[str]) -> dict[str, str]:
-    """Returns the class of every image in a folder CLASS/ of a given folder, by the image's name.
-
-    Classes are those that the run has learned; names are compared in NFC.
-    """
+    """Returns the class by image name of all images in a folder CLASS/ of a learned class."""
     labels = np.concatenate(predictions.calibrator.classes)
-    learned = {unicodedata.normalize("NFC", it): it for it in predictions.class_names[labels]}
+    names = predictions.class_names[labels]
+    learned = {unicodedata.normalize("NFC", name): name for name in names}
     folders = [named_path("image", path) for path in given]
     classes = {}
     for name in predictions.images.ids:
         for folder in folders:
             if folder in (parents := [*Path(name).parents])[1:]:
-                below = unicodedata.normalize("NFC", parents[parents.index(folder) - 1].name)
-                classes |= {name: learned[below]} if below in learned else {}
+                child = unicodedata.normalize("NFC", parents[parents.index(folder) - 1].name)
+                classes |= {name: learned[child]} if child in learned else {}
     return classes
 
 
 def _notes(predictions: Predictions) -> Iterator[str]:
-    """Yields lines on missing tasks, on the calibrator that answers, and on the others."""
+    """Yields lines on missing tasks and on the accuracy of the run's calibrators."""
     run, method = predictions.run, predictions.method
     if predictions.before_training:
         yield _UNFINISHED
@@ -162,14 +160,14 @@ def _notes(predictions: Predictions) -> Iterator[str]:
             for name in run.calibrators
             if name in accuracy and name != method
         ]
-        right = f"right on {accuracy[method]:.1f} % of the run's test images"
-        yield "; ".join([f"answers by {METHODS[method].title}, {right}", *others])
+        answering = f"answers by {METHODS[method].title}, right on {accuracy[method]:.1f} %"
+        yield "; ".join([f"{answering} of the run's test images", *others])
     if predictions.calibrator.note and not predictions.before_training:
         yield predictions.calibrator.note
 
 
 def _text(table: pd.DataFrame, path: str, header: bool) -> str:
-    """Returns the lines of a table in the format that the suffix of a path names."""
+    """Returns a table as CSV, or as lines of JSON if the path ends in .jsonl."""
     if path.endswith(".jsonl"):
         text = str(table.to_json(orient="records", lines=True, force_ascii=False))
         return text.replace("\\/", "/")  # pandas escapes slashes, for pages of HTML
@@ -179,33 +177,33 @@ def _text(table: pd.DataFrame, path: str, header: bool) -> str:
 def _print_summary(
     table: pd.DataFrame, counts: dict[str, int], options: argparse.Namespace
 ) -> None:
-    """Prints the first predictions, and a line that counts the others."""
+    """Prints the first predictions, and the numbers of all."""
     names = ("image", "class", "confidence", "unlike_learned", "task", "score", "raw_class")
     shown = table[[name for name in names if name in table]]
-    print(shown.map(lambda it: escaped(it) if isinstance(it, str) else it).to_string(index=False))
-    left = counts["images"] - len(table)
-    more = f"{left:,} more; " if left else ""
-    unlike = f"{counts['unlike']:,} unlike anything learned; " if "confidence" in table else ""
-    files = " and ".join(filter(None, (options.output, options.html)))
-    print(
-        f"{more}{unlike}of {counted(counts['changed'], 'image')} the heads alone would have said "
-        f"another class; wrote {files}"
-    )
+    text = shown.map(lambda cell: escaped(cell) if isinstance(cell, str) else cell)
+    print(text.to_string(index=False))
+    more = counts["images"] - len(table)
+    parts = [f"{more:,} more"] if more else []
+    if "confidence" in table:
+        parts.append(f"{counts['unlike']:,} unlike anything learned")
+    parts.append(f"raw logits give another class for {counted(counts['changed'], 'image')}")
+    parts.append("wrote " + " and ".join(filter(None, (options.output, options.html))))
+    print("; ".join(parts))
 
 
-def _print_accuracy(answers: _Answers) -> None:
-    """Prints a line per known class with its confusions, and the accuracy on all its images."""
+def _print_accuracy(answers: _Answers, counts: Mapping[str, int]) -> None:
+    """Prints accuracy and confusions by known class, the worst first, and of all images."""
     lines = []
-    for true, said in answers.items():
-        wrong = [f"{escaped(name)} {n}" for name, n in said.most_common() if name != true]
-        share = 100 * said[true] / said.total()
+    for true, given in answers.items():
+        wrong = [f"{escaped(name)} {n}" for name, n in given.most_common() if name != true]
+        share = round(100 * given[true] / given.total(), 1)
         if true:
-            lines.append((escaped(true), said.total(), round(share, 1), ", ".join(wrong[:3])))
+            lines.append((escaped(true), given.total(), share, ", ".join(wrong[:3])))
     lines.sort(key=operator.itemgetter(2))
     frame = pd.DataFrame(lines, columns=["class", "images", "% right", "taken for"])
     print("\n" + frame.to_string(index=False))
-    right, total = sum(said[true] for true, said in answers.items()), sum(it[1] for it in lines)
-    print(f"right on {100 * right / total:.1f} % of {counted(total, 'image')} of known class")
+    images = counted(counts["labelled"], "image")
+    print(f"right on {100 * counts['right'] / counts['labelled']:.1f} % of {images} of known class")
     if "" in answers:
         others = counted(answers[""].total(), "image")
         print(f"{others} in no folder of a class that the run has learned")
@@ -214,12 +212,7 @@ def _print_accuracy(answers: _Answers) -> None:
 # The page ----------------------------------------------------------------------------------------
 
 
-def _page(
-    predictions: Predictions,
-    shown: list[dict[str, Any]],
-    counts: dict[str, int],
-    answers: _Answers,
-) -> str:
+def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping[str, int]) -> str:
     from fdc_jax.report import page  # plotting takes seconds to import
 
     run, method = predictions.run, predictions.method
@@ -230,24 +223,22 @@ def _page(
         num_tasks=predictions.num_tasks,
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
         notice=_UNFINISHED if predictions.before_training else "",
-        method=METHODS[method].title,
+        method=method,
         accuracy=_accuracies(predictions).get(method),
-        labelled=sum(said.total() for true, said in answers.items() if true),
-        right=sum(said[true] for true, said in answers.items()),
         reliability=_reliability(predictions),
-        **counts,
+        **{"labelled": 0, **counts},
         unreadable=[_short(name) for name in names],
         shown=shown,
     )
 
 
 def _accuracies(predictions: Predictions) -> dict[str, float]:
-    """Returns the accuracies on the run's test images by calibrator; none of an unfinished run."""
+    """Returns the accuracies on the run's test images; empty if the run is not finished."""
     return predictions.run.results["accuracy"] if predictions.run.results else {}
 
 
 def _reliability(predictions: Predictions) -> dict[str, float]:
-    """Returns by class the percentage of the run's test images with this answer that are right."""
+    """Returns the percentage of right answers on the run's test images by answer."""
     column = f"{predictions.method}_label"
     if predictions.run.results is None or column not in (columns := predictions.run.predictions):
         return {}
@@ -258,7 +249,7 @@ def _reliability(predictions: Predictions) -> dict[str, float]:
 
 
 def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:
-    """Returns a row of the table with its picture and FDC's evidence for two tasks, if any."""
+    """Returns a row of the table with its picture and FDC's evidence, if any."""
     evidence = [
         pictures.Evidence(title, row[name], row[f"rival_{name}"])
         for name, title in {**EVIDENCE, "score": "Score"}.items()
@@ -273,7 +264,7 @@ def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str
 
 
 def _short(path: str) -> str:
-    """Returns a file with its folder alone, since a page is passed on to other machines."""
+    """Returns a file with its folder alone, so that the page names no path of a machine."""
     return "/".join(Path(path).parts[-2:])
 
 

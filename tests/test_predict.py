@@ -134,7 +134,7 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
     shown = Reader(page.read_text())
     assert len(shown.all("img")) == 3 and not shown.all("table")
-    assert "Heads alone: the answer without calibration." in page.read_text()
+    assert "Raw logits: the answer without calibration." in page.read_text()
     assert "unlike anything learned" not in page.read_text()
 
 
@@ -291,13 +291,14 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     )
     changed = int(said["changed"].sum())
     strange = f"{said['unlike_learned'].sum()} unlike anything learned"
-    assert f"50 more; {strange}; of {changed} images the heads alone would have said" in printed.out
+    raw = f"raw logits give another class for {changed} images; wrote"
+    assert f"50 more; {strange}; {raw}" in printed.out
     assert "answers by class Gaussians, right on" in printed.err and "--method=fdc" in printed.err
     table = pd.read_csv(output, dtype={name: str for name in said if "class" in name})
     same(table, said)
     text = page.read_text()
     read = Reader(text)
-    assert "60 images, by Cumulative-LoRA on " in " ".join(read.texts("h1"))
+    assert "60 images, by Cumulative-LoRA with class Gaussians on " in " ".join(read.texts("h1"))
     pictures = read.all("img")
     assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
     assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))

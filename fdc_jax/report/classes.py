@@ -1,7 +1,7 @@
-"""Classes: how well each one is known, which it is taken for, wrong and unlike pictures.
+"""Accuracy and confusion by class, pictures with a wrong answer, and pictures unlike all classes.
 
-Labels are class-order positions. Counts are over the test images of all seeds, pictures of the
-first; what is chosen is by the best calibrator of the run.
+Labels are class-order positions, answers those of the best calibrator of the run. Counts are over
+the test images of all seeds, pictures are of the first seed.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from fdc_jax.machine.files import read_npy
 from fdc_jax.report import formatting, pictures
 from fdc_jax.report.runs import Group, predictions
 
-WORST = 20  # pairs of classes that are named
-UNLIKE = 8  # pictures that are unlike anything learned
-MOST = 3_000  # pictures on a page
-_BLOCK, _SIDE = 256, 96  # images that are read together, pixels
+WORST = 20  # pairs of classes in the table
+UNLIKE = 8  # pictures unlike anything learned
+MOST = 3_000  # wrong pictures on the page
+_BLOCK, _SIDE = 256, 96  # images that are read together, and their pixels on the page
 
 
 class Shown(NamedTuple):
-    """A test image, its class and the one it was taken for."""
+    """A test image with its true and its chosen label."""
 
     uri: str
     small: bool
@@ -37,78 +37,78 @@ class Shown(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """What the page of classes shows of a group."""
+    """Content of the page of classes of a group."""
 
-    method: str  # title of the calibrator that chose
+    method: str  # title of the calibrator that answers
     names: Sequence[str]  # of classes by label
     # A row per class with test images, by its label, worst first: `task` from 1, `images`, accuracy
-    # in percent by title of calibrator, `taken`, the label it is most often taken for, or -1.
+    # in percent by title of calibrator, `taken`, the most frequent wrong label, or -1.
     table: pd.DataFrame
-    # The most frequent: true label, chosen label, images, their share of the true class in percent.
+    # The most frequent confusions: true label, chosen label, images, percent of the true class.
     pairs: list[tuple[int, int, int, float]]
-    order: list[int]  # labels such that classes that are confused stand side by side
-    cells: list[tuple[int, int, int, float]]  # every pair that occurs, right ones included
-    wrong: Sequence[Shown] = ()  # at most `MOST`, evenly spaced, by true class
-    number: int = 0  # how many there are
-    unlike: Sequence[Shown] = ()  # at most `UNLIKE` images unlike anything learned, the least first
+    order: list[int]  # labels, with classes side by side that are confused
+    cells: list[tuple[int, int, int, float]]  # as `pairs`, of all pairs that occur
+    untested: Sequence[str]  # names of classes without test images
+    wrong: Sequence[Shown] = ()  # at most `MOST` images, evenly spaced, by true class
+    number: int = 0  # of images with a wrong answer
+    unlike: Sequence[Shown] = ()  # at most `UNLIKE` images unlike anything learned
     num_unlike: int = 0
-    missing: str = "Pictures are in the report of each run alone."  # why there are none
-    untested: Sequence[str] = ()  # names of classes without test images
+    missing: str = "Pictures are in the report of each run alone."  # reason for no pictures
 
 
 def load(group: Group) -> Classes | None:
-    """Counts a group's predictions by class; None where they were not kept."""
-    roles = group.leading
-    best = roles.get("best", "raw")
-    methods = [*dict.fromkeys((best, roles.get(FDC.name, best), "raw"))]
+    """Counts a group's predictions by class; returns None if they were not kept."""
+    own = [name for name in (group.best, FDC.name) if name in group.methods]
+    methods = [*dict.fromkeys((*own, "raw"))]
     columns = ["label", "task", *(f"{name}_label" for name in methods)]
     seeds = [pd.DataFrame(predictions(run)) for run in group.runs]
     if not all({*columns} <= {*seed} for seed in seeds):
         return None
-    of: Any = pd.concat(seeds)[columns]
-    size = int(of.drop(columns="task").to_numpy().max()) + 1
-    counts = evaluation.task_confusion(of["label"], of[f"{best}_label"], size)
+    images: Any = pd.concat(seeds)[columns]
+    size = int(images.drop(columns="task").to_numpy().max()) + 1
+    counts = evaluation.task_confusion(images["label"], images[f"{group.best}_label"], size)
     totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
     wrong, shares = counts - np.diag(np.diag(counts)), 100.0 * counts / totals
-    by_class = of.groupby("label")
+    by_class = images.groupby("label")
     table = pd.DataFrame({"task": by_class["task"].first() + 1, "images": by_class.size()})
     for name in methods:
-        right = of[f"{name}_label"].eq(of["label"])
-        table[formatting.method_title(name)] = 100.0 * right.groupby(of["label"]).mean()
+        right = images[f"{name}_label"].eq(images["label"])
+        table[formatting.method_title(name)] = 100.0 * right.groupby(images["label"]).mean()
     taken = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
     table["taken"] = taken[table.index]
-    table = table.sort_values(formatting.method_title(best), kind="stable")
+    title = formatting.method_title(group.best)
+    table = table.sort_values(title, kind="stable")
     cells = [
-        (row, column, int(counts[row, column]), float(shares[row, column]))
-        for row, column in np.argwhere(counts).tolist()
+        (true, chosen, int(counts[true, chosen]), float(shares[true, chosen]))
+        for true, chosen in np.argwhere(counts).tolist()
     ]
     pairs = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
     num_classes = max(size, group.results.get("num_classes") or 0)
     names = [pictures.class_name(group.runs[0].class_names, label) for label in range(num_classes)]
     untested = [name for label, name in enumerate(names) if label not in table.index]
     order = sorted_by_likeness(wrong / totals)
-    title = formatting.method_title(best)
-    return Classes(title, names, table, pairs[:WORST], order, cells, untested=untested)
+    return Classes(title, names, table, pairs[:WORST], order, cells, untested)
 
 
 def sorted_by_likeness(wrong: np.ndarray) -> list[int]:
-    """Orders classes [c] by average linkage of how often two are taken for each other [c c]."""
+    """Returns the order of classes [c] by average linkage of their confusions [c c]."""
     if len(wrong) < 3:
         return [*range(len(wrong))]
     alike = wrong + wrong.T
-    apart = distance.squareform(alike.max() - alike, checks=False)
-    linked = hierarchy.linkage(apart, "average", optimal_ordering=len(wrong) <= 500)
-    return hierarchy.leaves_list(linked).tolist()
+    distances = distance.squareform(alike.max() - alike, checks=False)
+    tree = hierarchy.linkage(distances, "average", optimal_ordering=len(wrong) <= 500)
+    return hierarchy.leaves_list(tree).tolist()
 
 
 def with_pictures(classes: Classes, group: Group) -> Classes:
-    """Adds test images of the first seed: wrong ones of the best calibrator, and unlike ones."""
+    """Adds test images of the first seed: those with a wrong answer, and those unlike all."""
     run: Any = group.runs[0]
-    columns, best = predictions(run), group.leading.get("best", "raw")
-    label, chosen = columns["label"], columns[f"{best}_label"]
+    columns = predictions(run)
+    label, chosen = columns["label"], columns[f"{group.best}_label"]
     wrong = np.flatnonzero(chosen != label)
-    if reason := pictures.without_images(run):
-        return classes._replace(number=len(wrong), missing=reason)
+    classes = classes._replace(number=len(wrong), missing=pictures.without_images(run))
+    if classes.missing:
+        return classes
     unlike = _unlike(run, len(label))
     rows = pictures.spaced(wrong[np.argsort(label[wrong], kind="stable")], MOST)
     rows, shown = np.concatenate([unlike[:UNLIKE], rows]), []
@@ -116,27 +116,25 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
         try:
             images = run.test_images(block) if len(block) else ()
         except InputError as error:
-            reason = f"The test images could not be read: {error}"
-            return classes._replace(number=len(wrong), missing=reason)
+            return classes._replace(missing=f"The test images could not be read: {error}")
         for row, image in zip(block, images, strict=True):
             uri, small = pictures.data_uri(image, _SIDE), pictures.is_small(image)
             shown.append(Shown(uri, small, int(label[row]), int(chosen[row])))
-    numbers = {"number": len(wrong), "num_unlike": len(unlike), "missing": ""}
     count = len(unlike[:UNLIKE])
-    return classes._replace(wrong=shown[count:], unlike=shown[:count], **numbers)
+    return classes._replace(wrong=shown[count:], unlike=shown[:count], num_unlike=len(unlike))
 
 
 def _unlike(run: Any, count: int) -> Int[np.ndarray, " k"]:
-    """Returns rows of images that are unlike anything learned, the least typical first."""
-    names = [name for name in run.results["accuracy"] if name in METHODS]
+    """Returns the test images unlike anything learned, the least typical first, if known."""
+    names = [n for n in run.results["accuracy"] if n in METHODS and METHODS[n].gives_confidence]
     paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
-    for name in names:
-        if METHODS[name].gives_confidence and paths[0].exists():
+    if names and paths[0].exists():
+        try:
             views = [read_npy(path) for path in paths if path.exists()]
-            try:
-                typicality = run.calibrator(name).assess(*views)[1]
-            except InputError:
-                break
-            order = np.argsort(typicality, kind="stable")
-            return order[typicality[order] < UNTYPICAL] if len(order) == count else order[:0]
+            typicality = run.calibrator(names[0]).assess(*views)[1]
+        except InputError:
+            typicality = np.ones(0)
+        order = np.argsort(typicality, kind="stable")
+        if len(order) == count:
+            return order[typicality[order] < UNTYPICAL]
     return np.zeros(0, int)

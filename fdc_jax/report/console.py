@@ -1,4 +1,4 @@
-"""The table on the screen at the end of a run, and sentences about it."""
+"""The table on the screen at the end of a run, and sentences below it."""
 
 import numpy as np
 import pandas as pd
@@ -12,13 +12,7 @@ from fdc_jax.report.runs import Group
 
 
 def show(group: Group) -> None:
-    """Prints a line per calibrator: accuracies in percent, gains over raw in percentage points.
-
-    Below: the best calibrator, and whether it beats no training at all.
-
-    Args:
-        group: the seeds of one configuration.
-    """
+    """Prints accuracies in percent and gains in points by calibrator, and sentences about them."""
     first, several = group.results, len(group.runs) > 1
     sizes = (("num_tasks", "task"), ("num_classes", "class"), ("num_test_images", "test image"))
     print(
@@ -30,8 +24,10 @@ def show(group: Group) -> None:
     shown = frame.drop(columns="storage, MiB", errors="ignore")
     align = ("left", *["right"] * len(shown.columns))
     print(tabulate(shown, "keys", disable_numparse=True, colalign=align), end="\n\n")
-    if best := group.leading.get("best"):
-        print(f"Best calibrator of the run: {formatting.method_title(best)}.")
+    if group.best != "raw":
+        print(f"Best calibrator of the run: {formatting.method_title(group.best)}.")
+    elif len(group.methods) > 1:
+        print("No calibrator of the run is as accurate as the raw logits.")
     if "paper" in shown and group.title:
         print(f"The paper's numbers are of other settings; here: {group.title}.")
     for line in filter(None, (verdict(group), *notes(group))):
@@ -39,18 +35,16 @@ def show(group: Group) -> None:
 
 
 def verdict(group: Group) -> str:
-    """Returns a sentence on whether the run beats no training at all; empty if not known."""
-    roles = group.leading
-    known = {"best", "untrained"} <= roles.keys()
-    gain = group.gain(roles["best"], roles["untrained"]) if known else None
+    """Returns a sentence that compares the best method with no training; "" if not known."""
+    gain = group.gain(group.best, group.untrained) if group.untrained else None
     if gain is None or np.isnan(gain.low):
         return ""
-    said = "Better than no training at all" if gain.low > 0 else "No training at all does better"
+    result = "Better than no training at all" if gain.low > 0 else "No training at all does better"
     if gain.low <= 0 <= gain.high:
-        said = "Not significantly better than no training at all"
-    best, untrained = (formatting.method_title(roles[role]) for role in ("best", "untrained"))
+        result = "Not significantly better than no training at all"
+    best, untrained = map(formatting.method_title, (group.best, group.untrained))
     return (
-        f"{said}: {best} minus {untrained} is {gain.mean:+.2f} points, 95 % interval "
+        f"{result}: {best} minus {untrained} is {gain.mean:+.2f} points, 95 % interval "
         f"{formatting.interval(gain._asdict())}."
     )
 
@@ -62,21 +56,20 @@ def notes(group: Group) -> list[str]:
     lines = [f"{note[:1].upper()}{note[1:]}." for note in dict.fromkeys(own)]
     skipped = dict(kind for results in seeds for kind in (results.get("skipped") or {}).items())
     lines += [f"Images: {reason}: {paths}." for reason, paths in skipped.items()]
-    sure, chance = (
-        pd.DataFrame([results.get(section) or {} for results in seeds]).mean().to_dict()
+    errors, by_chance = (
+        pd.DataFrame([results.get(section) or {} for results in seeds]).mean()
         for section in ("calibration_error", "chance_calibration_error")
     )
-    if sure:
-        said = ", ".join(f"{value:.1f} for {METHODS[name].title}" for name, value in sure.items())
-        if chance:
-            said += f"; by chance alone {', '.join(f'{chance[name]:.1f}' for name in sure)}"
+    for name in filter(lambda name: METHODS[name].gives_confidence, errors.index):
+        chance = f"; by chance alone {by_chance[name]:.1f}" if name in by_chance else ""
         lines.append(
-            "The Gaussians' probability of the answer is off on the mean, in points: " + said + "."
+            f"Confidence and accuracy of {METHODS[name].title} differ by {errors[name]:.1f} points "
+            f"on average{chance}."
         )
     shares = [results.get("unlike_learned") for results in seeds]
     if shares := [share for share in shares if share is not None]:
         lines.append(
-            f"Of the test images, {np.mean(shares):.1f} % are taken for unlike anything learned, "
-            "where 5 % of images like those of training are."
+            f"{np.mean(shares):.1f} % of the test images are flagged as unlike anything learned; "
+            "5 % are expected of new images of the learned classes."
         )
     return lines

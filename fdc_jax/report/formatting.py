@@ -1,4 +1,4 @@
-"""Text of names and numbers: on the screen, in files, in figures and on the page."""
+"""Text of names and numbers in tables, figures and pages."""
 
 import math
 import re
@@ -9,10 +9,7 @@ from fdc_jax.calibration import METHODS
 
 
 def method_title(name: str) -> str:
-    """Returns the title of a calibrator; an unknown name stays itself.
-
-    The key `oracle` of files is the accuracy of the raw logits with the task given.
-    """
+    """Returns the title of a calibrator, of `oracle` or `selected`, else the name."""
     if name not in METHODS:
         return {"oracle": "Task given", "selected": "FDC, the paper's choice"}.get(name, name)
     title = METHODS[name].title
@@ -27,7 +24,7 @@ def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
 
 
 def mean(record: Mapping[str, Any], prefix: str = "", digits: int = 2, signed: bool = False) -> Any:
-    """Formats the mean of a record and, if it is known, its deviation over seeds."""
+    """Formats the mean of a record with its deviation over seeds, if it is known."""
     std = number(record.get(f"{prefix}std"), digits)
     text = number(record.get(f"{prefix}mean"), digits, signed)
     return f"{text} ± {std}" if isinstance(std, str) else text
@@ -36,7 +33,7 @@ def mean(record: Mapping[str, Any], prefix: str = "", digits: int = 2, signed: b
 def interval(
     record: Mapping[str, Any], prefix: str = "", digits: int = 2, signed: bool = True
 ) -> Any:
-    """Formats the interval of a record; NaN where it is not known."""
+    """Formats the interval of a record; NaN if it is not known."""
     ends = [number(record.get(f"{prefix}{end}"), digits, signed) for end in ("low", "high")]
     return " to ".join(ends) if isinstance(ends[0], str) else math.nan
 

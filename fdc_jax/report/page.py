@@ -1,4 +1,4 @@
-"""The report as one HTML page: no script, nothing from the network, light, dark and on paper."""
+"""HTML pages of reports, classes and predictions, which load nothing else."""
 
 import json
 import re
@@ -30,20 +30,20 @@ def render(
     shown: Sequence[Pictures],
     classes: Sequence[Classes | None],
 ) -> str:
-    """Returns the page; everything that comes from files is escaped.
+    """Returns the page of the report; text of files is escaped.
 
     Args:
-        groups: a section each.
-        skipped: folders that could not be used, with the reason.
-        compared: tables over groups, in the order to show them.
-        drawings: likewise; those of a run itself stand in the section of its group.
-        shown: pictures of each group.
-        classes: counts by class of each group, None where there is no page of them.
+        groups: finished runs, a section per group.
+        skipped: reasons by folder that cannot be used.
+        compared: tables over all groups.
+        drawings: all figures; those of a run itself stand in the section of its group.
+        shown: pictures by group.
+        classes: counts by class and group, None if there is no page of classes.
     """
     own = [drawing for drawing in drawings if drawing.kind in figures.OF_A_RUN]
+    material = zip(groups, shown, classes, strict=True)
     sections = [
-        _section(group, own, shown[index]) | {"classes": classes[index]}
-        for index, group in enumerate(groups)
+        _section(group, own, images) | {"classes": by_class} for group, images, by_class in material
     ]
     return _fill(
         "page",
@@ -51,22 +51,21 @@ def render(
         folded=not any(group.benchmark in paper.benchmarks() for group in groups),
         reading=tables.READING,
         skipped=skipped,
-        # That of a single group stands in its section.
-        tables=[of for of in compared if of.name != "calibrators" or len(groups) > 1],
+        # The calibrators of a single group stand in its section.
+        tables=[table for table in compared if table.name != "calibrators" or len(groups) > 1],
         figures=[drawing for drawing in drawings if drawing not in own],
     )
 
 
 def _section(group: Group, own: Sequence[Drawing], shown: Pictures) -> dict[str, Any]:
-    """Returns what the page says of a group."""
-    best, first = group.leading.get("best", "raw"), group.results
-    accuracy = group.record(best)
+    """Returns the content of the section of a group."""
+    first, accuracy = group.results, group.record(group.best)
     provenance = {name: first.get(name) for name in ("device", "versions")}
     provenance |= {"settings": runs.settings(first)}
     return {
         "group": group,
-        "title": _title(group.learner, group.benchmark),
-        "best": METHODS[best].title,
+        "title": _title(group.learner, group.benchmark, group.best),
+        "best": _answering(group.best),
         "accuracy": formatting.mean(accuracy, digits=1),
         "interval": formatting.interval(accuracy, digits=1, signed=False),
         "verdict": console.verdict(group),
@@ -80,19 +79,14 @@ def _section(group: Group, own: Sequence[Drawing], shown: Pictures) -> dict[str,
 
 def render_classes(group: Group, classes: Classes) -> str:
     """Returns the page of a group's classes."""
-    place = {label: index for index, label in enumerate(classes.order)}
-    return _fill("classes", title=group.name, place=place, found=classes)
+    position = {label: index for index, label in enumerate(classes.order)}
+    return _fill("classes", title=group.name, position=position, classes=classes)
 
 
-def render_predictions(learner: str, benchmark: str, **material: Any) -> str:
-    """Returns a page of images and what a run says of them.
-
-    Args:
-        learner: its name.
-        benchmark: likewise.
-        material: what the template `predictions.html.jinja` shows.
-    """
-    return _fill("predictions", title=_title(learner, benchmark), **material)
+def render_predictions(learner: str, benchmark: str, method: str, **material: Any) -> str:
+    """Returns the page of predictions of a calibrator; `predictions.html.jinja` has its content."""
+    title = _title(learner, benchmark, method)
+    return _fill("predictions", title=title, method=_answering(method), **material)
 
 
 def _fill(template: str, **material: Any) -> str:
@@ -110,27 +104,32 @@ def _fill(template: str, **material: Any) -> str:
     return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
 
 
-def _title(learner: str, benchmark: str) -> str:
-    return f"{learners.title(learner)} on {paper.benchmark_title(benchmark)}"
+def _answering(method: str) -> str:
+    return "raw logits" if method == "raw" else METHODS[method].title
+
+
+def _title(learner: str, benchmark: str, method: str) -> str:
+    data = paper.benchmark_title(benchmark)
+    return f"{learners.title(learner)} with {_answering(method)} on {data}"
 
 
 def _subscripts(text: str) -> Markup:
-    """Sets the names of encoders as the paper does."""
+    """Sets the index of E_T and E_0 lower."""
     return Markup(re.sub(r"\bE_(\w)\b", r"E<sub>\1</sub>", str(escape(text))))
 
 
 def _breakable(name: str) -> Markup:
-    """Lets a line break after a separator in a name, so that none breaks within a word."""
+    """Allows line breaks after the separators of a name."""
     return Markup(re.sub(r"([_./-])", r"\1<wbr>", str(escape(name))))
 
 
 def _inline(figure: Drawing) -> str:
-    """Returns a drawing as an image, whose names and colours are no other's business."""
+    """Returns a drawing as an image of its own, apart from the page's styles."""
     return pictures.inline(figure.svg.encode(), "svg+xml")
 
 
 def _bar(value: float, lines: Sequence[Any]) -> tuple[float, float]:
-    """Returns start and length of a bar, in percent of a row that fits all of some evidence."""
+    """Returns start and length of a bar, in percent of a row that fits all evidence."""
     values = [0.0, *(number for line in lines for number in line[1:])]
     low, high = min(values), max(values)
     unit = 100.0 / ((high - low) or 1.0)

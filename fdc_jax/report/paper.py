@@ -1,9 +1,8 @@
 """The paper's protocol (`paper.json`) and its numbers (`paper.csv`).
 
-`paper.csv` has the columns of `--reference` (`reference`) and holds every mean of the paper's
-tables under the names of `quantities`; the benchmark `average` is the mean over all five. Its
-`source` is the label of the table or section. Accuracies are in percent, gains in percentage
-points, spreads are sample standard deviations over three training seeds.
+`paper.csv` has the columns of `reference.Line` and every mean of the paper's tables under the names
+of `quantities`: percent, points, and sample standard deviations over three training seeds. The
+benchmark `average` is the mean over all five, `source` the label of a table or section.
 """
 
 import csv
@@ -23,7 +22,7 @@ AVERAGE = "average"
 
 
 class Published(NamedTuple):
-    """A mean over `n` seeds; NaN where a deviation or the number of seeds is not given."""
+    """A mean over `n` seeds; NaN if the deviation or the number of seeds is not given."""
 
     mean: float
     std: float
@@ -59,10 +58,10 @@ def benchmark_title(name: str) -> str:
 
 
 def find(benchmark: str, learner: str, quantity: str) -> Published | None:
-    """Returns the paper's mean of a quantity, None where the paper has none.
+    """Returns the paper's mean of a quantity, None if the paper has none.
 
-    The combination of components that the paper selects for a learner stands under `selected`. The
-    average is that of the paper, or of its means of all five benchmarks.
+    The components that the paper selects for a learner have the name `selected`. The average is the
+    paper's, else the average of its means of all five benchmarks.
     """
     kind, colon, name = quantity.rpartition(":")
     name = "full" if name == FDC.name else name
@@ -70,20 +69,21 @@ def find(benchmark: str, learner: str, quantity: str) -> Published | None:
         name = "selected"
     published = _means().get((benchmark, learner, f"{kind}{colon}{name}"))
     if published is None and benchmark == AVERAGE:
-        means = [of.mean for of in (find(b, learner, quantity) for b in benchmarks()) if of]
-        if len(means) == len(benchmarks()):
+        of_sets = [find(name, learner, quantity) for name in benchmarks()]
+        means = [one.mean for one in of_sets if one]
+        if len(means) == len(of_sets):
             return Published(sum(means) / len(means), math.nan, math.nan)
     return published
 
 
 def plugged() -> list[str]:
-    """Returns the learners of Table plugin, which FDC is plugged into."""
+    """Returns the eight learners of Table plugin."""
     rows = (learner for _, learner, quantity in _means() if quantity == "gain:selected")
     return [name for name in dict.fromkeys(rows) if name != "cumulative_lora"]
 
 
 def sizes(benchmark: str) -> dict[str, int]:
-    """Returns a row of Table training by column, empty for other benchmarks."""
+    """Returns a row of Table training by column; empty for other benchmarks."""
     table = NUMBERS["partitions"]
     cells = table["rows"].get(benchmark, ())
     return dict(zip(table["columns"], cells, strict=bool(cells)))

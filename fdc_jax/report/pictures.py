@@ -1,4 +1,4 @@
-"""Test images that FDC put right and that it spoiled, with the evidence of both heads."""
+"""Test images that FDC repaired or spoiled, with the evidence for two tasks."""
 
 import base64
 import io
@@ -16,23 +16,20 @@ from fdc_jax.report.runs import predictions
 from fdc_jax.run.prediction import EVIDENCE, parts_of_score
 
 PICTURES = 4  # of each kind
-_SIDE = 160  # pixels, beyond which a picture is made smaller
-_SMALL = 64  # pixels, up to which every one of them counts
+_SIDE = 160  # pixels of the longer side of a picture, at most
+_SMALL = 64  # pixels of the longer side, up to which single pixels stay visible
 
 
 class Evidence(NamedTuple):
-    """One line of evidence: what it says for the true and for the wrongly chosen task.
-
-    Of a new image, for the chosen task and for the next one.
-    """
+    """A part of two scores: of the true and the wrong task, or of the chosen and the next one."""
 
     name: str
     true: float
     wrong: float
 
 
-class Said(NamedTuple):
-    """A class and its task, in words and counted from 1."""
+class Answer(NamedTuple):
+    """The name of a class, and its task from 1."""
 
     name: str
     task: int
@@ -43,29 +40,25 @@ class Picture(NamedTuple):
 
     row: int  # of `predictions.npz`
     uri: str
-    small: bool  # whether it has so few pixels that they should stay visible
-    true: Said
-    raw: Said
-    fdc: Said
-    evidence: list[Evidence]  # empty where features or the calibrator are gone
+    small: bool  # see `is_small`
+    true: Answer
+    raw: Answer
+    fdc: Answer
+    evidence: list[Evidence]  # empty if features or the calibrator are gone
 
 
 class Pictures(NamedTuple):
-    """Pictures of both kinds, at most `PICTURES` evenly spaced, and how many there are."""
+    """At most `PICTURES` images of both kinds, evenly spaced, and the number of such images."""
 
     repaired: Sequence[Picture] = ()  # FDC chose the right class and raw logits a wrong task
     num_repaired: int = 0
     broken: Sequence[Picture] = ()  # raw logits chose the right class and FDC a wrong task
     num_broken: int = 0
-    missing: str = ""  # why there are no pictures
+    missing: str = ""  # reason for no pictures
 
 
 def load(run: Any) -> Pictures:
-    """Returns the pictures of a run.
-
-    Args:
-        run: one seed, as `fdc_jax.open_run` returns it.
-    """
+    """Returns the pictures of one seed, a run of `fdc_jax.open_run`."""
     columns, kinds = predictions(run), ("", "raw_", "fdc_")
     if reason := without_images(run):
         return Pictures(missing=reason)
@@ -83,29 +76,29 @@ def load(run: Any) -> Pictures:
     except InputError as error:
         return Pictures(missing=f"The test images could not be read: {error}")
 
-    def said(kind: str, row: int) -> Said:
+    def answer(kind: str, row: int) -> Answer:
         label, task = (int(columns[f"{kind}{part}"][row]) for part in ("label", "task"))
-        return Said(class_name(run.class_names, label), task + 1)
+        return Answer(class_name(run.class_names, label), task + 1)
 
-    drawn = [
-        Picture(row, data_uri(image), is_small(image), *(said(k, row) for k in kinds), evidence=of)
-        for row, image, of in zip(rows.tolist(), images, evidence, strict=True)
+    shown = [
+        Picture(row, data_uri(image), is_small(image), *(answer(k, row) for k in kinds), parts)
+        for row, image, parts in zip(rows.tolist(), images, evidence, strict=True)
     ]
-    return Pictures(drawn[: len(first)], len(repaired), drawn[len(first) :], len(broken))
+    return Pictures(shown[: len(first)], len(repaired), shown[len(first) :], len(broken))
 
 
 def without_images(run: Any) -> str:
-    """Returns why a run has no images, which none of `fdc posthoc` has; "" if it has."""
+    """Returns the reason for no images, as in runs of `fdc posthoc`; "" if a run has images."""
     return "" if "encoder" in run.results else "Features of other code have no images."
 
 
 def class_name(names: Sequence[str], label: int) -> str:
-    """Returns the name of a class by its position, or the position where names are missing."""
+    """Returns the name of a class by its label; without a name, its position from 1."""
     return names[label] if label < len(names) else f"class {label + 1}"
 
 
 def spaced(rows: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " k"]:
-    """Returns all of these, or as many, evenly spaced."""
+    """Returns all rows, or `most` evenly spaced ones."""
     most = min(len(rows), most)
     return rows[((np.arange(most) + 0.5) * len(rows) / max(most, 1)).astype(int)]
 
@@ -113,16 +106,15 @@ def spaced(rows: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " k"]:
 def _evidence(
     run: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
 ) -> list[list[Evidence]]:
-    """Returns the evidence for each row; none where it would not explain the predictions."""
-    none: list[list[Evidence]] = [[] for _ in rows]
+    """Returns the evidence by row, empty if it does not explain the prediction."""
     paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
-    views = [read_npy(path)[rows] if path.exists() else None for path in paths]
-    if views[0] is None:
-        return none
+    views = [read_npy(path)[rows] for path in paths if path.exists()]
     try:
-        terms = run.calibrator(FDC.name).terms(*views)
+        terms = run.calibrator(FDC.name).terms(*views) if paths[0].exists() else None
     except InputError:
-        return none
+        terms = None
+    if terms is None:
+        return [[] for _ in rows]
     true, raw, fdc = (columns[name][rows] for name in ("task", "raw_task", "fdc_task"))
     scores, tasks = terms.fuse(), (true, np.where(raw != true, raw, fdc))
     parts = [*parts_of_score(terms).values(), scores.task_scores]
@@ -137,12 +129,12 @@ def _evidence(
 
 
 def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:
-    """Tells whether every pixel of an image counts."""
+    """Returns True if an image has so few pixels that they should stay visible."""
     return max(image.shape[:2]) <= _SMALL
 
 
 def data_uri(image: UInt8[np.ndarray, "h w 3"], side: int = _SIDE) -> str:
-    """Returns a PNG of a small image, or a JPEG of a larger one at a smaller size."""
+    """Returns a small image as PNG, a larger one as JPEG of at most `side` pixels."""
     picture, file = Image.fromarray(np.asarray(image)), io.BytesIO()
     kind = "png" if is_small(image) else "jpeg"
     picture.thumbnail((side, side))
@@ -151,5 +143,5 @@ def data_uri(image: UInt8[np.ndarray, "h w 3"], side: int = _SIDE) -> str:
 
 
 def inline(content: bytes, kind: str) -> str:
-    """Returns a file of a kind such as `png` as a data URI."""
+    """Returns the data URI of an image file of a kind such as `png`."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,9 +1,9 @@
-"""Any table of numbers beside ours: another code's runs, another paper, an earlier version.
+"""Tables of our numbers beside those of a CSV file, such as the results of another code.
 
-The file is a CSV with a header and the columns of `Line`, in any order; `benchmark` and `learner`
-are names as in the configuration, and `quantity` is one of `fdc_jax.report.quantities`, such as
-raw, fdc, oracle (the task given), tsf+rlc, selected, gain:fdc, routing:fdc, aia:raw. Values with
-seeds are paired with our runs of the same seeds.
+The file has a header and the columns of `Line` in any order. `benchmark` and `learner` are names of
+the configuration, and `quantity` is one of `fdc_jax.report.quantities`, such as raw, fdc, oracle
+(the task given), tsf+rlc, selected, gain:fdc, routing:fdc, aia:raw. Values with seeds are paired
+with our runs of the same seeds.
 """
 
 import csv
@@ -39,7 +39,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(path: str | Path) -> list[Line]:
-    """Reads and checks a file; raises InputError with the line of the first fault."""
+    """Reads a file; raises InputError with the line of the first fault."""
     lines: dict[tuple[str | int | None, ...], Line] = {}
     number, cells = 1, {}
     try:
@@ -67,26 +67,26 @@ def read(path: str | Path) -> list[Line]:
 
 
 def check_matches(path: str | Path, lines: Sequence[Line], groups: Sequence[Group]) -> None:
-    """Raises InputError unless a file has a line about one of the groups."""
+    """Raises InputError if no line of a file is about one of the groups."""
     known = {(group.benchmark, group.learner) for group in groups}
     given = dict.fromkeys((line.benchmark, line.learner) for line in lines)
     if known.isdisjoint(given):
-        found, expected = (", ".join(map(" ".join, of))[:200] for of in (given, sorted(known)))
+        own, other = (", ".join(map(" ".join, names))[:200] for names in (sorted(known), given))
         raise InputError(
-            f"{path}: expected a line about one of the runs (benchmark and learner {expected}), "
-            f"found lines about {escaped(found)}"
+            f"{path}: expected a line about one of the runs (benchmark and learner {own}), "
+            f"found lines about {escaped(other)}"
         )
 
 
 def table(path: str | Path, lines: Sequence[Line], groups: Sequence[Group]) -> Table:
-    """Builds the table of a file beside the groups; lines that no run is about are left out."""
+    """Builds the table of the lines that are about one of the groups."""
 
     def find(benchmark: str, learner: str, quantity: str) -> Published | None:
         key = benchmark, learner, quantity
-        of = [line for line in lines if (line.benchmark, line.learner, line.quantity) == key]
-        if seeds := {line.seed: line.value for line in of if line.seed is not None}:
+        own = [line for line in lines if (line.benchmark, line.learner, line.quantity) == key]
+        if seeds := {line.seed: line.value for line in own if line.seed is not None}:
             return Published(*evaluation.mean_and_std([*seeds.values()]), len(seeds), seeds)
-        return Published(of[0].value, of[0].std, of[0].n) if of else None
+        return Published(own[0].value, own[0].std, own[0].n) if own else None
 
     def named(own: Sequence[Group]) -> dict[str, str]:
         return {line.quantity: line.quantity for line in lines if line.learner == own[0].learner}

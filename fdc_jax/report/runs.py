@@ -1,4 +1,4 @@
-"""Which runs are usable, which belong together, and what sets them apart."""
+"""Groups of finished runs that differ in the seed alone, and their settings."""
 
 import dataclasses
 import fnmatch
@@ -22,7 +22,7 @@ from fdc_jax.report import analysis, paper, quantities
 from fdc_jax.run.configuration import NOT_COMPARED
 from fdc_jax.run.saved import open_run
 
-# The paper's settings by field, and what it leaves open by default.
+# Settings of the paper, and defaults of settings that it leaves open, by field.
 _EXPECTED: dict[str, Any] = (
     paper.NUMBERS["protocol"]["fields"] | paper.NUMBERS["protocol"]["unstated"]
 )
@@ -34,14 +34,14 @@ class Group:
 
     benchmark: str
     learner: str
-    # What differs from the paper's protocol, in words; empty when nothing does. Of a benchmark that
-    # the paper does not have, differences of the method alone.
+    # Departures from the paper's protocol in words, or "". On a benchmark that the paper does not
+    # have, departures of learner and FDC alone.
     title: str
     runs: list[Any]  # by ascending seed, as `fdc_jax.open_run` returns them
     numbers: pd.DataFrame  # a row per seed, a column per quantity of `quantities.measured`, or NaN
-    # By name, what `report.analysis` computes, a value for every seed whose features allow it.
+    # Results of `report.analysis` by name, one for every seed with suitable features.
     analyses: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
-    missing: list[str] = dataclasses.field(default_factory=list)  # why some are absent, in lines
+    missing: list[str] = dataclasses.field(default_factory=list)  # reasons for missing analyses
 
     @property
     def results(self) -> dict[str, Any]:
@@ -55,14 +55,14 @@ class Group:
 
     @property
     def methods(self) -> list[str]:
-        """Calibrators that stand side by side, by name, `raw` and FDC first."""
+        """Names of `raw` and of the calibrators, FDC first."""
         names = [name for run in self.runs for name in run.results["accuracy"]]
         first = [name for name in ("raw", FDC.name) if name in names]
         return [name for name in dict.fromkeys(first + names) if name != "oracle"]
 
     @property
     def name(self) -> str:
-        """Learner, benchmark and what differs from the protocol, for captions."""
+        """Learner, benchmark and departures from the protocol, for captions."""
         parts = learners.title(self.learner), paper.benchmark_title(self.benchmark), self.title
         return ", ".join(filter(None, parts))
 
@@ -71,34 +71,26 @@ class Group:
         return self.numbers[name].dropna().tolist() if name in self.numbers else []
 
     @property
-    def leading(self) -> dict[str, str]:
-        """Methods by what they stand for, without those that the group does not have.
+    def best(self) -> str:
+        """Name of the most accurate calibrator on trained features, or `raw` if it beats all."""
+        names = [n for n in self.methods if n != "raw" and not n.endswith("-pretrained")]
+        return self._most_accurate([*names, "raw"]) or "raw"
 
-        `best` is the best calibrator of the run but for those on frozen features, of which
-        `untrained` is the best; with `fdc`, unless it is the best, `raw` and `oracle`.
-        """
-
-        def best(names: Iterable[str]) -> str | None:
-            known = [name for name in names if self.values(name)]
-            return max(known, key=lambda name: np.mean(self.values(name)), default=None)
-
+    @property
+    def untrained(self) -> str | None:
+        """Name of the most accurate calibrator on frozen features, None if there is none."""
         frozen = {name for name in self.methods if name.endswith("-pretrained")}
-        own = best(name for name in self.methods if name != "raw" and name not in frozen)
-        roles = {
-            "best": own,
-            FDC.name: best([FDC.name]) if own != FDC.name else None,
-            "raw": "raw",
-            "untrained": best(sorted(frozen.union(analysis.UNTRAINED))),
-            "oracle": "oracle",
-        }
-        return {role: name for role, name in roles.items() if name}
+        return self._most_accurate(sorted(frozen.union(analysis.UNTRAINED)))
+
+    def _most_accurate(self, names: Iterable[str]) -> str | None:
+        known = filter(self.values, names)
+        return max(known, key=lambda name: np.mean(self.values(name)), default=None)
 
     def gain(self, method: str, over: str | None = "raw") -> evaluation.Gain | None:
-        """Returns the gain of a method over another one with its 95 % interval.
+        """Returns the gain of a method over another one, or over None its accuracy.
 
-        Several seeds: Student's t over gains paired within seeds. One seed, or a gain that no seed
-        changes, as on frozen features: over the test images of the first seed, None if predictions
-        were not kept. Over None: the accuracy itself.
+        The interval is Student's t over seeds, paired within each. If all seeds have the same gain,
+        it is over the test images of the first seed. Returns None if it kept no predictions.
         """
         of_seeds = self.numbers.assign(none=0.0).reindex(columns=[over or "none", method]).dropna()
         gains = of_seeds.iloc[:, 1] - of_seeds.iloc[:, 0]
@@ -113,12 +105,11 @@ class Group:
         return evaluation.sample_gain(label, columns[f"{over}_label"], chosen)
 
     def record(self, quantity: str, other: paper.Published | None = None) -> dict[str, Any]:
-        """Returns a quantity that a seed has with intervals of 95 %, beside another number.
+        """Returns mean, deviation and interval of a quantity, beside another number.
 
-        The interval of accuracies and gains of calibrators is that of `gain`, any other one is
-        Student's t over seeds, that of the difference Welch's. Where the other number has seeds of
-        ours, both are of these alone, and the difference is paired. None stands for what is not
-        known.
+        The interval of accuracies and gains is that of `gain`, of other quantities Student's t over
+        seeds, of the difference Welch's. If the other number has seeds of ours, both numbers are of
+        these seeds, and the difference is paired. Unknown cells are None.
         """
         values: Any = self.numbers[quantity].dropna()
         calibrator, kind = quantities.split(quantity)
@@ -147,14 +138,17 @@ def load(
     data: str | None = None,
     hosts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[list[Group], dict[Path, str]]:
-    """Opens run folders; a folder stands for all run folders at any depth in it.
+    """Opens run folders at any depth in some folders.
 
-    Folders that cannot be used are named with the reason and do not stop the others. Of two runs
-    with the same benchmark, learner, seed and settings the first counts. `data` is that of
-    `fdc_jax.open_run`, and `hosts` has its `host` by benchmark.
+    Of two runs with the same benchmark, learner, seed and settings the first counts.
+
+    Args:
+        paths: run folders, or folders of run folders.
+        data: see `fdc_jax.open_run`.
+        hosts: its argument `host` by benchmark.
 
     Returns:
-        Groups, in the paper's order and of its protocol first; and unusable folders with reasons.
+        Groups in the paper's order, and the reason for every folder that cannot be used.
     """
     skipped: dict[Path, str] = {}
     opened: dict[tuple[str, int], Any] = {}
@@ -175,8 +169,8 @@ def load(
         first = opened.setdefault((_experiment(run.results), run.results["seed"]), run)
         if first is not run:
             skipped[folder] = (
-                f"same benchmark, learner, seed and settings as {first.folder}, but for what moves "
-                "no number of the paper's"
+                f"same benchmark, learner, seed and settings as {first.folder}, except settings "
+                "that change no number of the paper's tables"
             )
     return group(list(opened.values())), skipped
 
@@ -191,7 +185,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
-    """Returns labels and tasks out of `predictions.npz`, and labels of `analysis.untrained`."""
+    """Returns labels and tasks of `predictions.npz`, and labels of `analysis.untrained`."""
     columns = run.predictions if run.predictions_file.exists() else {}
     columns = analysis.untrained(run) | columns
     return {name: of for name, of in columns.items() if name.endswith(("label", "task"))}
@@ -201,18 +195,18 @@ def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
 
 
 def group(runs: Sequence[Any]) -> list[Group]:
-    """Puts together opened runs that differ in nothing but the seed, in the order of `load`."""
+    """Groups opened runs that differ in the seed alone, in the order of `load`."""
     members: dict[str, list[Any]] = {}
     for run in sorted(runs, key=lambda run: run.results["seed"]):
         members.setdefault(_experiment(run.results), []).append(run)
     groups = []
     for alike in members.values():
-        of = alike[0].results
-        title = ", ".join(deviations(of["benchmark"], of["learner"], settings(of)))
+        first = alike[0].results
+        names = first["benchmark"], first["learner"]
         seeds = pd.Index([run.results["seed"] for run in alike], name="seed")
         numbers = pd.DataFrame([_numbers(run) for run in alike], index=seeds)
-        groups.append(Group(of["benchmark"], of["learner"], title, alike, numbers))
-    return sorted((_distinguished(of, groups) for of in groups), key=_order)
+        groups.append(Group(*names, ", ".join(deviations(*names, settings(first))), alike, numbers))
+    return sorted((_distinguished(group, groups) for group in groups), key=_order)
 
 
 def _numbers(run: Any) -> dict[str, float]:
@@ -224,22 +218,20 @@ def _numbers(run: Any) -> dict[str, float]:
 
 
 def _experiment(results: dict[str, Any]) -> str:
-    """Returns what runs of one group have in common."""
+    """Returns benchmark, learner and settings as text, the same for the runs of a group."""
     return json.dumps([results["benchmark"], results["learner"], settings(results)], sort_keys=True)
 
 
 def _order(group: Group) -> tuple[Any, ...]:
-    known = [*learners.names(), *BENCHMARKS]
-    ranks = {name: rank for rank, name in enumerate(known)}
-    names = (group.learner, group.benchmark)
-    return *((ranks.get(name, len(known)), name) for name in names), group.title
+    known, names = [*learners.names(), *BENCHMARKS], (group.learner, group.benchmark)
+    ranks = [known.index(name) if name in known else len(known) for name in names]
+    return *zip(ranks, names, strict=True), group.title
 
 
 def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
-    """Adds to a title the fields in which groups of the same title differ."""
-    key = (group.benchmark, group.learner, group.title)
-    alike = [of for of in groups if (of.benchmark, of.learner, of.title) == key]
-    fields = pd.DataFrame([settings(of.results) for of in alike]).astype(str)
+    """Adds the fields to a title in which groups of the same name differ."""
+    alike = [settings(other.results) for other in groups if other.name == group.name]
+    fields = pd.DataFrame(alike).astype(str)
     own = settings(group.results)
     differing = [
         f"{field} {str(own.get(field, 'not recorded'))[:40]}"
@@ -250,12 +242,9 @@ def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
 
 
 def analyse(group: Group, sweep: analysis.Sweep | None = None) -> None:
-    """Fills the analyses of a group and their numbers, and a line per reason why some are missing.
+    """Fills `analyses`, their `numbers` and `missing` of a group.
 
-    Args:
-        group: of `load`.
-        sweep: values of settings of FDC by name. By default the paper's, for the learner whose
-            sweeps the paper shows.
+    `sweep` has values of settings of FDC by name, by default the paper's for Cumulative-LoRA.
     """
     if sweep is None:
         sweep = analysis.VALUES if group.learner == "cumulative_lora" else {}
@@ -297,13 +286,13 @@ def write_summary(group: Group) -> None:
 
 
 def settings(results: dict[str, Any]) -> dict[str, Any]:
-    """Returns everything that the numbers of a `results.json` depend on but its seed, by field.
+    """Returns all settings that change numbers of a `results.json`, except its seed, by field.
 
-    Options of other learners are left out; of a field that is absent, the paper's value stands.
+    An absent field has the paper's value.
     """
     benchmark, learner = results["benchmark"], results["learner"]
     options = learners.options(learner)
-    values = _EXPECTED | {name: each.default_on(benchmark) for name, each in options.items()}
+    values = _EXPECTED | {name: field.default_on(benchmark) for name, field in options.items()}
     values |= {
         field: value
         for field, value in results["config"].items()
@@ -317,9 +306,9 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def deviations(benchmark: str, learner: str, values: dict[str, Any]) -> list[str]:
-    """Says what departs from the paper's protocol, and from what it leaves open.
+    """Returns departures from the paper's protocol and from our defaults, in words.
 
-    Of a benchmark that the paper does not have, only settings of learner and FDC are compared.
+    On a benchmark that the paper does not have, only settings of learner and FDC are compared.
     """
     expected, sizes = _EXPECTED, paper.sizes(benchmark)
     if not sizes:
@@ -336,6 +325,6 @@ def deviations(benchmark: str, learner: str, values: dict[str, Any]) -> list[str
             phrases.append(f"{count:,} of {sizes[part]:,} {word} images")
     weights, patterns = values["encoder.weights"], paper.NUMBERS["protocol"]["weights"]
     same_size = values["encoder.variant"] == expected.get("encoder.variant")
-    if weights and same_size and not any(fnmatch.fnmatch(weights, each) for each in patterns):
+    if weights and same_size and not any(fnmatch.fnmatch(weights, name) for name in patterns):
         phrases.append(f"weights {weights}")
     return phrases + learners.deviations(learner, values | {"benchmark": benchmark})

@@ -58,8 +58,19 @@ def test_notes_are_means_over_seeds(capsys):
         error = {"gaussians": share / 10}
         run.results |= {"unlike_learned": share, "calibration_error": error}
     _, _, rest = shown(capsys, *members)
-    assert any(line.startswith("Of the test images, 12.0 % are") for line in rest)
-    assert any(line.endswith("in points: 1.2 for class Gaussians.") for line in rest)
+    assert any(line.startswith("12.0 % of the test images are flagged") for line in rest)
+    assert any(line.endswith("differ by 1.2 points on average.") for line in rest)
+
+
+def test_raw_logits_may_be_the_best(capsys):
+    run = made_up.run(1, "digits")
+    run.results["accuracy"]["raw"] = 96.0
+    (group,) = made_up.groups(run)
+    assert group.best == "raw"
+    _, _, rest = shown(capsys, run)
+    assert rest[0] == "No calibrator of the run is as accurate as the raw logits."
+    run.results["accuracy"]["gaussians"] = 96.0
+    assert made_up.groups(run)[0].best == "gaussians"
 
 
 # No training -------------------------------------------------------------------------------------
@@ -99,20 +110,17 @@ def test_nearest_class_means_of_the_pretrained_features(tmp_path):
     ("wrong", "said"),
     [
         (0, "Not significantly better than no training at all: FDC minus "),
-        (90, "No training at all does better: FDC"),
+        (60, "No training at all does better: FDC"),
     ],
 )
 def test_the_verdict_is_the_paired_interval_against_the_best_of_no_training(
     tmp_path, capsys, wrong, said
 ):
     group = group_of(tmp_path, wrong)
-    of = group.leading
-    assert of | {"untrained": ""} == {
-        "best": "fdc", "raw": "raw", "untrained": "", "oracle": "oracle"
-    }  # fmt: skip
-    assert group.values(of["untrained"])[0] == max(group.values(n)[0] for n in analysis.UNTRAINED)
-    gain = group.gain("fdc", of["untrained"])
-    assert gain.mean == pytest.approx(group.values("fdc")[0] - group.values(of["untrained"])[0])
+    accuracies = {name: group.values(name)[0] for name in analysis.UNTRAINED}
+    assert group.best == "fdc" and accuracies[group.untrained] == max(accuracies.values())
+    gain = group.gain("fdc", group.untrained)
+    assert gain.mean == pytest.approx(group.values("fdc")[0] - accuracies[group.untrained])
     assert console.verdict(group).startswith(said)
     console.show(group)
     assert console.verdict(group) in capsys.readouterr().out
@@ -122,4 +130,4 @@ def test_features_of_other_images_or_none_say_nothing(tmp_path):
     other = group_of(tmp_path / "a", labels=feature_set().test_labels[::-1])
     for group in (other, group_of(tmp_path / "b", features=False)):
         assert not group.values("ncm-pretrained") and console.verdict(group) == ""
-        assert "untrained" not in group.leading
+        assert group.untrained is None

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from fdc_jax.report import classes, figures, formatting, page, pictures, tables
-from fdc_jax.report.pictures import Evidence, Picture, Pictures, Said
+from fdc_jax.report.pictures import Answer, Evidence, Picture, Pictures
 from fdc_jax.report.tables import Table
 from tests.report import made_up
 
@@ -64,7 +64,7 @@ def picture(name="ant", row=3):
     evidence = [Evidence("Raw logit", 2.0, 3.0), Evidence("Residual, E_T", 0.5, -1.0)]
     evidence.append(Evidence("FDC score", 2.5, 2.0))
     uri = pictures.data_uri(np.full((8, 8, 3), 40 * row, np.uint8))
-    return Picture(row, uri, True, Said(name, 1), Said("bee", 2), Said(name, 1), evidence)
+    return Picture(row, uri, True, Answer(name, 1), Answer("bee", 2), Answer(name, 1), evidence)
 
 
 def material(name="ant"):
@@ -135,7 +135,7 @@ def test_links_lead_somewhere(text, read):
 
 
 def test_a_single_run_comes_first_with_its_number(single):
-    assert single.texts("h1") == ["Cumulative-LoRA on Digits, with FDC"]
+    assert single.texts("h1") == ["Cumulative-LoRA with class Gaussians on Digits"]
     assert single.texts("h2") == ["Result", "Tables", "Provenance"]
     results = made_up.run(1, benchmark="digits").results["accuracy"]
     assert results["gaussians"] > results["fdc"]
@@ -173,7 +173,10 @@ def test_calibrators_tasks_and_pictures(single):
 
 
 def test_several_configurations_have_tables_and_a_section_each(read):
-    assert read.texts("h2")[:2] == ["Cumulative-LoRA on CIFAR-100", "SplitLoRA on CIFAR-100"]
+    named = [
+        f"{name} with class Gaussians on CIFAR-100" for name in ("Cumulative-LoRA", "SplitLoRA")
+    ]
+    assert read.texts("h2")[:2] == named
     raw, cells = made_up.groups()[0].values("raw"), read.texts("td")
     assert f"{np.mean(raw):.2f} ± {np.std(raw, ddof=1):.2f}" in cells
     assert "61.20 ± 0.30 (3)" in cells and f"{MINUS}1.50" in cells

@@ -84,7 +84,7 @@ def test_of_equal_runs_the_first_counts(tmp_path):
     write_run(tmp_path / "d", config={"calibrators": "fdc,gaussians,ncm"})
     found = loaded(tmp_path)
     assert {run.folder.name for run in runs_of(found[0])} == {"a", "c", "d"}
-    same = f"same benchmark, learner, seed and settings as {tmp_path / 'a'}, but for what"
+    same = f"same benchmark, learner, seed and settings as {tmp_path / 'a'}, except"
     assert reasons(found[1])["b"].startswith(same) and set(reasons(found[1])) == {"b"}
     titles = {group.runs[0].folder.name: group.title for group in found[0]}
     assert titles["c"] == "epochs 5" and titles["d"] == "calibrators fdc,gaussians,ncm"
