@@ -53,7 +53,7 @@ def _sizes(value: Any) -> Any:
 config_flags.register_flag_parser_for_type(object, _Parser(_sizes))
 
 
-def _define_config(values: flags.FlagValues, argv: list[str] | None = None) -> None:
+def _define_config(values: flags.FlagValues, argv: list[str]) -> None:
     """Defines the flag `--config`; `--config.FIELD` follow from its value."""
     text = "a file or the name of one of the package, and after a colon a learner, such as digits "
     text += "or configs/digits.py:inflora"
@@ -63,7 +63,6 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None = None) -> N
     values["config"].parser = _Parser(_load)
 
 
-_define_config(FLAGS)
 flags.DEFINE_string("workdir", None, "folder of the run; by default runs/NAME of configs/NAME.py")
 flags.DEFINE_bool("dry_run", False, "check data, weights and folder, say hours and GiB, and end")
 flags.DEFINE_bool("quiet", False, "print nothing but errors")
@@ -78,9 +77,8 @@ flags.DEFINE_string(
 
 def configured(words: Sequence[str]) -> Any:
     """Returns the configuration of `--config=NAME --config.FIELD=VALUE ...`; raises InputError."""
-    argv, values = ["", *words], flags.FlagValues()
-    _define_config(values, argv)
-    _parsed(values, argv)
+    values = flags.FlagValues()
+    _parsed(values, ["", *words])
     return values["config"].value
 
 
@@ -88,6 +86,7 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
     """Parses a command line; raises InputError."""
     errors.refuse_repeated(argv)
     try:
+        _define_config(values, argv)
         rest = values(argv)
     except flags.Error as error:
         raise InputError(" ".join(str(error).split())) from error
@@ -114,6 +113,7 @@ def parse(argv: list[str]) -> list[str]:
     os.environ["JAX_ENABLE_X64"] = "0"  # before JAX loads, too
     with errors.Ending(TITLE, "--traceback" in argv) as ending:
         if {"--help", "-h"} & {*argv}:
+            _define_config(FLAGS, argv[:1])
             print(usage())
             sys.exit()
         _parsed(FLAGS, argv)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import foreign, open_regular, write_folder_atomically
+from fdc_jax.machine.files import check_directory, foreign, open_regular, write_folder_atomically
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 # Image files are hardly compressible: an archive that grows more is an attack on the disk.
@@ -65,7 +65,8 @@ def _extracted(archive: Path, destination: Path) -> Iterator[int]:
     with open_regular(archive) as file:
         start = file.read(1024)
     if start.startswith(b"PK\x03\x04") or zipfile.is_zipfile(archive):
-        with zipfile.ZipFile(archive) as packed:
+        with open_regular(archive) as file, zipfile.ZipFile(file) as packed:
+            check_directory(file, packed.namelist())
             for member in packed.infolist():
                 member.filename = member.filename.replace("\\", "/")  # of programs for Windows
                 yield member.file_size

@@ -17,7 +17,7 @@ import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -388,10 +388,23 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     with _reading(path, ".npz") as names, open_regular(path) as file:
         with np.load(file, allow_pickle=False) as archive:
+            check_directory(file, archive.files)
             for name in archive.files:  # Each has a checksum.
                 names.append(name)
                 arrays[name] = np.asarray(archive[name])
     return arrays
+
+
+def check_directory(file: IO[bytes], names: Collection[str]) -> None:
+    """Raises ValueError if a zip archive lost a member, which zipfile overlooks, or has it twice.
+
+    `names` are those that zipfile finds.
+    """
+    file.seek(-22, os.SEEK_END)
+    end = file.read()  # If the archive has a comment, it is not its last record.
+    count = int.from_bytes(end[10:12], "little")
+    if end.startswith(b"PK\5\6") and count < 2**16 - 1 and count != len({*names}):
+        raise ValueError(f"expected {count} different names, found {len({*names})}")
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:

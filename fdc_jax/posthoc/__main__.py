@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -217,7 +218,7 @@ def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Pa
         if path is None:
             continue
         written = check_writable_file(flag, path, ".npz")
-        if written.resolve() == named_path("features", file).resolve():
+        if os.path.realpath(written) == os.path.realpath(named_path("features", file)):
             raise InputError(f"{flag}: {path} is the feature file itself")
         setattr(options, flag.strip("-"), written)
     if options.output is not None and options.output == options.calibrator:

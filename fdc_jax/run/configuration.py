@@ -13,6 +13,7 @@ from flax import traverse_util
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, escaped, line, nearest, origin
+from fdc_jax.machine.files import open_regular
 from fdc_jax.run import base, loggers
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -80,8 +81,11 @@ def load(name: str) -> Config:
     try:
         config: Any = runpy.run_path(str(path))["get_config"](*word)
         config.lock()  # fails if it is no ConfigDict
+        missing = flatten(base.fields()).keys() - flatten(config).keys()
     except (Exception, SystemExit) as error:  # whatever a file raises
         raise InputError(f"{path}: {origin(error)}") from error
+    if missing:
+        raise InputError(f"{path}: expected all fields of base.get_config, found no {min(missing)}")
     return config
 
 
@@ -188,12 +192,17 @@ def _read_class_order(config: Config) -> None:
         file = Path(names[0]).expanduser()
         listed = "," in names[0] and not file.exists()
         try:
-            lines = names[0].split(",") if listed else file.read_text("utf-8-sig").splitlines()
-        except UnicodeDecodeError as error:
+            if listed:
+                text = names[0].replace(",", "\n")
+            else:
+                with open_regular(file) as opened:
+                    text = opened.read().decode("utf-8-sig")
+        except (InputError, OSError, UnicodeDecodeError) as error:
+            reason = line(error).removeprefix(f"{file}: ")
             raise InputError(
-                f"config.class_order: {file}: expected UTF-8, found {error}"
+                f"config.class_order: {file}: expected a file of names in UTF-8: {reason}"
             ) from error
-        names = tuple(filter(None, map(str.strip, lines)))
+        names = tuple(filter(None, map(str.strip, text.splitlines())))
     if names:
         config.class_order = names
 

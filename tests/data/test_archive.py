@@ -70,6 +70,19 @@ def test_archives_cannot_write_or_read_outside(tmp_path, name, link):
     assert not list(tmp_path.rglob("escaped.png"))
 
 
+def test_a_lost_entry_of_a_zip_is_noticed(tmp_path):
+    with zipfile.ZipFile(tmp_path / "o.zip", "w") as packed:
+        for name in "abc":
+            packed.writestr(f"{name}.png", b"content")
+    content = bytearray((tmp_path / "o.zip").read_bytes())
+    content[content.index(b"PK\1\2") + 32] = 46 + len("b.png")  # b's entry is a's comment.
+    (tmp_path / "o.zip").write_bytes(content)
+    with pytest.raises(
+        InputError, match=r"o.zip: cannot unpack: expected 3 different names, found"
+    ):
+        archive.unpack(tmp_path / "o.zip", tmp_path / "cache")
+
+
 def test_paths_of_windows_programs_are_folders(tmp_path):
     with zipfile.ZipFile(tmp_path / "o.zip", "w") as packed:
         member = zipfile.ZipInfo("x")

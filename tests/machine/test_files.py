@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +124,21 @@ def test_a_file_that_is_cut_or_none_is_one_line(tmp_path, write, read):
         path.write_bytes(other)
         with pytest.raises(InputError, match=f"^{path}.*: not a readable [^\n]*$"):
             read(path)
+
+
+@pytest.mark.parametrize("change", ["lost", "twice"])
+def test_a_lost_or_doubled_array_is_noticed(tmp_path, change):
+    path = tmp_path / "a.npz"
+    np.savez(path, a=np.zeros(2), b=np.ones(2), c=np.ones(3))
+    if change == "lost":  # One bit makes the entry of b the comment of the entry of a.
+        content = bytearray(path.read_bytes())
+        content[content.index(b"PK\1\2") + 32] = 51
+        path.write_bytes(content)
+    else:
+        with zipfile.ZipFile(path, "a") as packed:
+            packed.writestr("c", packed.read("a.npy"))
+    with pytest.raises(InputError, match=r"a.npz: .*: expected \d different names, found "):
+        read_npz(path)
 
 
 def test_one_flipped_bit_in_an_archive_is_noticed(tmp_path):

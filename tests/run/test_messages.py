@@ -1,5 +1,6 @@
 """The lines that end a run: one table for each contract between the user and the command."""
 
+import os
 import re
 
 import pytest
@@ -18,6 +19,7 @@ COMMAND_LINE = {
     "--config=digits --config.learner.slca.rate=1": "--config: no such field: rate",
     "--config=digits --config.seed=1 --config.seed=2": "--config.seed is given twice",
     "--config=digits surplus": "unexpected argument surplus",
+    "--config=digits --flagfile=nowhere": "Unable to open flagfile: .*nowhere",
     "--config=digits:cumulativ_lora": "expected one of cumulative_lora, .*; did you mean cumul",
 }
 
@@ -29,12 +31,15 @@ def test_command_line(words):
     assert "\n" not in str(caught.value)
 
 
+PART = "from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict"
 FILES_OF_CONFIGURATIONS = {
     "import nowhere": "own.py, line 1: ModuleNotFoundError: No module named 'nowhere'",
     "def get_config(:": "own.py, line 1: ",
     "def get_config():\n    return {}": "own.py: AttributeError: 'dict' object",
     "from configs import digits\n\ndef get_config():\n    config = digits.get_config()\n"
     "    config.trian = 1": 'own.py, line 5: .* "trian" does not exist and cannot be added',
+    f"{PART}({{'benchmark': 'digits'}})": "own.py: expected all fields of base.get_config, ",
+    f"{PART}({{'a': object()}})": "own.py: .*TypeError: ",
 }
 
 
@@ -77,6 +82,17 @@ def test_values(field):
         config.update_from_flattened_dict({field: value})
         with pytest.raises(InputError, match=rf"^config\.{field}: expected .*, found "):
             configuration.validate(config)
+
+
+@pytest.mark.parametrize("kind", ["nothing", "folder", "FIFO", "device"])
+def test_a_class_order_is_read_from_a_regular_file(kind, tmp_path):
+    path = tmp_path / "order.txt"
+    make = {"folder": path.mkdir, "FIFO": lambda: os.mkfifo(path), "nothing": path.exists}
+    make.get(kind, lambda: path.symlink_to("/dev/zero"))()
+    config = base.get_config()
+    config.class_order, config.class_order_seed = (str(path),), -1
+    with pytest.raises(InputError, match=r"config.class_order: .*/order.txt: expected a file of n"):
+        configuration.validate(config)
 
 
 SETTINGS = {
