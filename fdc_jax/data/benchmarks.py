@@ -83,7 +83,7 @@ def named_order(class_names: Sequence[str], names: Sequence[str]) -> Int[np.ndar
     if odd := sorted({*names} ^ {*class_names}) or repeated:
         raise InputError(
             f"config.class_order: expected each of the {len(class_names)} classes once, found "
-            f"otherwise {', '.join(map(escaped, map(str, odd[:5])))}"
+            f"otherwise {', '.join(escaped(str(name))[:80] for name in odd[:5])}"
         )
     return np.array([class_names.index(name) for name in names])
 
