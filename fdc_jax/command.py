@@ -131,14 +131,16 @@ def main(stop: StopRequest, argv: list[str]) -> int:
 
         level = logging.ERROR if FLAGS.quiet else logging.WARNING
         workdir = f"runs/{_name()}" if FLAGS.workdir is None else FLAGS.workdir
-        given = FLAGS.config, workdir, FLAGS.quiet
+        settings = FLAGS.config, workdir, FLAGS.quiet
         devices.keep_freed_memory()
         with errors.plain_warnings(TITLE, level), processes.joined(FLAGS.distributed, ending):
-            if FLAGS.dry_run:
-                print(seeds.check(*given))
-            else:
-                seeds.run(*given, stop)
-                processes.on_first(show)(*given)
+            if not FLAGS.dry_run:
+                seeds.run(*settings, stop)
+            with stop.at_once():
+                if FLAGS.dry_run:
+                    print(seeds.check(*settings))
+                else:
+                    processes.on_first(show)(*settings)
     return ending.code
 
 
@@ -149,15 +151,16 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
     from fdc_jax.run import configuration, seeds
 
     folders = list(seeds.folders_of(config, workdir).values())
-    group, lines = runs.load(folders)[0][0], [f"results: {it / 'results.json'}" for it in folders]
+    group = runs.load(folders)[0][0]
+    lines = [f"results: {folder / 'results.json'}" for folder in folders]
     runs.write_summary(group)
     if not quiet:
         console.show(group)
     if config.report:
         try:
             hosts = {config.benchmark: configuration.of_host(config)}
-            folder = Path(workdir) / "report"
-            page = report.write([workdir], folder, sweep={}, hosts=hosts, quiet=True)
+            output = Path(workdir) / "report"
+            page = report.write([workdir], output, sweep={}, hosts=hosts, quiet=True)
             lines.append(f"report: {page}")
         except InputError as error:  # the results stand without it
             logging.getLogger(__name__).warning("no report was written: %s", error)

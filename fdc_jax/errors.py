@@ -45,6 +45,7 @@ class StopRequest:
         self.signal = 0  # number of the signal that this process got
         # Returns the number that all processes act upon, from that of this process.
         self.agree: Callable[[int], int] = int
+        self._raises = False
 
     def requested(self) -> bool:
         """Returns True if the run shall stop."""
@@ -56,14 +57,34 @@ class StopRequest:
             name = signal.Signals(number).name
             raise Interrupted(f"stopped by {name}; the same command resumes")
 
+    def handle(self, number: int, frame: Any) -> None:
+        """Handles a signal."""
+        self.signal = number
+        if self._raises:
+            self.poll()
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Raises `Interrupted` when a signal comes within the block, which need not poll.
+
+        One of several processes does not stop alone.
+        """
+        self._raises = self.agree is int
+        try:
+            yield
+        finally:
+            self._raises = False
+
 
 signals: list[int] = []  # numbers of the signals that `announced` has seen
-_TWICE = 0.5  # seconds in which a second signal is the first one again: `timeout` sends two
+# Seconds in which a process may end without a line, and in which a second signal is taken for the
+# first one, as `timeout` sends two.
+_PATIENCE = 0.5
 
 
 @contextlib.contextmanager
 def announced(title: str, text: str) -> Iterator[None]:
-    """Prints a line as soon as a signal comes; a second signal ends the process at once.
+    """Prints a line soon after a signal; a second signal ends the process at once.
 
     A thread does both, because handlers wait until a compiled program has returned. Within another
     such block, and in another thread than the main one, it does nothing.
@@ -77,17 +98,18 @@ def announced(title: str, text: str) -> Iterator[None]:
     receiver, sender = socket.socketpair()
 
     def listen() -> None:
-        first = 0.0
-        with receiver:
-            while number := receiver.recv(1):
-                name = "Ctrl-C" if number[0] == signal.SIGINT else signal.Signals(number[0]).name
-                if not first:
-                    first = time.monotonic()
-                    signals.append(number[0])
-                    said = f"{title}: {text}; a second {name} ends at once"
-                    print(said, file=sys.stderr, flush=True)
-                elif time.monotonic() - first > _TWICE:
-                    os._exit(128 + number[0])
+        with receiver, contextlib.suppress(IndexError):  # of an empty answer: the block has ended
+            number = receiver.recv(1)[0]
+            signals.append(number)
+            time.sleep(_PATIENCE)
+            receiver.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                receiver.recv(99)[0]
+            receiver.setblocking(True)
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            sys.stderr.write(f"{title}: {text}; a second {name} ends at once\n")
+            sys.stderr.flush()
+            os._exit(128 + receiver.recv(1)[0])
 
     threading.Thread(target=listen, daemon=True).start()
     with sender:
@@ -109,10 +131,8 @@ def stop_on_signals(
         yield request
         return
 
-    def handle(number: int, frame: Any) -> None:
-        request.signal = number
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = signal.SIGTERM, signal.SIGINT
+    previous = {number: signal.signal(number, request.handle) for number in numbers}
     try:
         with announced(title, text):
             yield request
@@ -159,8 +179,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, value: Any, known: Iterable[str]) -> str:
     """Returns a line about an unknown value, with the known words and the nearest of them."""
-    words, word = list(known), value if isinstance(value, str) else type(value).__name__
-    return f"{name}: expected one of {', '.join(words)}, found {word!r}{nearest(word, words)}"
+    names, text = list(known), value if isinstance(value, str) else type(value).__name__
+    return f"{name}: expected one of {', '.join(names)}, found {text!r}{nearest(text, names)}"
 
 
 def counted(number: float, noun: str) -> str:
@@ -287,14 +307,14 @@ class Program(argparse.ArgumentParser):
         self, body: Callable[[argparse.Namespace], int | None], arguments: Sequence[str] | None
     ) -> int:
         """Runs `body` with the options of a command line, `sys.argv` if None; returns a code."""
-        words = sys.argv[1:] if arguments is None else list(arguments)
+        argv = sys.argv[1:] if arguments is None else list(arguments)
         code = None
-        with Ending(self.title, "--traceback" in words) as ending:
+        with Ending(self.title, "--traceback" in argv) as ending:
             if signal.getsignal(signal.SIGINT) is end_at_once:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            lists = {it.option_strings[0] for it in self._actions if isinstance(it.default, list)}
-            refuse_repeated(words, but=lists)
-            options = self.parse_args(words)
+            lists = {a.option_strings[0] for a in self._actions if isinstance(a.default, list)}
+            refuse_repeated(argv, but=lists)
+            options = self.parse_args(argv)
             level = logging.ERROR if options.quiet else logging.WARNING
             with announced(self.title, "stopping"), plain_warnings(self.title, level):
                 code = body(options)

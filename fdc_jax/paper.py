@@ -105,11 +105,14 @@ class Run(NamedTuple):
 
     @property
     def state(self) -> str:
-        """One of done, running, begun, to do, and other: the folder has a run of other settings."""
+        """One of done, running, begun, to do, and other, if the folder holds another run."""
         if self.other:
             return "other"
-        begun = "begun" if RunPaths(self.folder).config_file.exists() else "to do"
-        return "done" if self.results else "running" if holder(self.folder / _WORKER) else begun
+        if self.results:
+            return "done"
+        if holder(self.folder / _WORKER):
+            return "running"
+        return "begun" if RunPaths(self.folder).config_file.exists() else "to do"
 
 
 # The plan -----------------------------------------------------------------------------------------
@@ -221,7 +224,7 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[tuple[float, float]]:
 
     Hours follow from finished runs of its learner, else of its encoder, else from the machine.
     """
-    speeds: dict[tuple[Any, ...], float] = {kind: it.seconds for kind, it in machines.items()}
+    speeds: dict[tuple[Any, ...], float] = {kind: m.seconds for kind, m in machines.items()}
     finished = [run.results for run in runs]
     for run, results in zip(runs, finished, strict=True):
         if results and (speed := estimate.seconds_per_pass(results)):
@@ -250,11 +253,11 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
     ]
     columns = ("", "benchmark", "learner", "seed", "state", "hours", "GiB")
     lines = [tabulate(rows, columns, disable_numparse=True), ""]
-    lines += [f"missing: {paper.benchmark_title(it)}: {text}" for it, text in missing.items()]
+    lines += [f"missing: {paper.benchmark_title(name)}: {text}" for name, text in missing.items()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     lines.append(f"{counted(len(runs), 'run')}: {counts}")
     if machines:
-        existing = next(it for it in runs[0].folder.absolute().parents if it.exists())
+        existing = next(path for path in runs[0].folder.absolute().parents if path.exists())
         free = shutil.disk_usage(existing).free / 2**30
         hours, gib = map(sum, zip(*estimates, strict=True))
         device = ", ".join({machine.device for machine in machines.values()})
@@ -386,14 +389,14 @@ def _in_worker(run: Run, folder: str) -> Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, the code of the first run that failed, or an error's."""
-    words = sys.argv[1:] if arguments is None else arguments
+    argv = sys.argv[1:] if arguments is None else arguments
     sys.path.append(os.getcwd())  # where a learner of the user's own may lie
-    made = errors.Program(
+    program = errors.Program(
         "paper",
         "Make all runs of the paper and its tables; --config.FIELD=VALUE are those of fdc run.",
         "--data=archives --benchmarks=cub200 --dry_run",
     )
-    add = made.add_argument
+    add = program.add_argument
     add("--data", default="", help="folder with the benchmarks' archives or folders, as PILOT's")
     add("--workdir", default="runs/paper", help="folder of all runs and of the report")
     five, nine = ",".join(paper.benchmarks()), ",".join(("cumulative_lora", *paper.plugged()))
@@ -403,10 +406,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--dry_run", action="store_true", help="print the plan and end")
     add("--ray", nargs="?", const="", metavar="ADDRESS", help="hand the runs to Ray")
     add("--ray_gpus", type=float, default=1.0, help="GPUs of a run that Ray starts")
-    fields = [word for word in words if word.startswith("--config.")]
-    rest = [word for word in words if not word.startswith("--config.")]
-    with errors.stop_on_signals(made.title, "stopping the runs, which save a checkpoint") as stop:
-        return made.run(lambda options: sweep(options, fields, stop), rest)
+    fields = [word for word in argv if word.startswith("--config.")]
+    rest = [word for word in argv if not word.startswith("--config.")]
+    with errors.stop_on_signals(
+        program.title, "stopping the runs, which save a checkpoint"
+    ) as stop:
+        return program.run(lambda options: sweep(options, fields, stop), rest)
 
 
 def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
@@ -442,12 +447,13 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     if done and not running:
         page = Path(options.workdir, "report", "report.html")
         with locked(Path(options.workdir, _WORKER), wait=True):
-            if not page.exists() or page.stat().st_mtime < max(it.stat().st_mtime for it in done):
+            if not page.exists() or page.stat().st_mtime < max(
+                file.stat().st_mtime for file in done
+            ):
                 measure_latency(usable, options.quiet, stop)
-                stop.poll()
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the report, too
                 hosts = {run.benchmark: run.host for run in usable}
-                report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
+                with stop.at_once():
+                    report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
         if not options.quiet:
             for table in ("benchmark", "selection"):
                 if (path := page.parent / "tables" / f"{table}.txt").exists():

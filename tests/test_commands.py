@@ -82,10 +82,10 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(name):
 
 # A body that keeps the main thread for hours, as a compiled program may for minutes.
 BUSY = """
-import hashlib, sys
+import hashlib, sys, threading
 from fdc_jax.errors import Program, stop_on_signals
 def work(*_):
-    print("works", flush=True)
+    threading.Timer(1, print, ["works"], {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 if sys.argv[1] == "run":
     with stop_on_signals():
@@ -118,6 +118,24 @@ def test_a_signal_is_answered_while_the_process_is_busy(name, number, text):
             process.send_signal(number)
             time.sleep(0.1)
         assert process.returncode == 128 + number
+
+
+def test_a_stop_within_a_block_that_does_not_poll():
+    script = (
+        "import signal, time; from fdc_jax.errors import Ending, stop_on_signals\n"
+        "with Ending('t') as ending, stop_on_signals() as stop, stop.at_once():\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    time.sleep(600)\n"
+        "assert ending.code == 75 and stop.requested()\n"
+        "with stop_on_signals() as stop:\n"
+        "    with stop.at_once():\n"
+        "        pass\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "assert stop.requested()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert b"t: stopped by SIGTERM; the same command resumes" in done.stderr.splitlines()
 
 
 @pytest.mark.parametrize(

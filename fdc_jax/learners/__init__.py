@@ -34,15 +34,15 @@ def _own() -> dict[str, type[Learner]]:
     """Returns the learners in files of this folder, by name."""
     files = sorted(module.name for module in pkgutil.iter_modules(__path__))
     classes = {name: _defined_in(importlib.import_module(f"{__name__}.{name}")) for name in files}
-    own = [(name, learner) for name, learner in classes.items() if learner is not None]
-    return dict(sorted(own, key=lambda item: item[1].paper_row))
+    learners = [(name, learner) for name, learner in classes.items() if learner is not None]
+    return dict(sorted(learners, key=lambda item: item[1].paper_row))
 
 
 def _defined_in(module: types.ModuleType) -> type[Learner] | None:
     """Returns the last class derived from `Learner` that a module defines, or None."""
     classes = [value for value in vars(module).values() if isinstance(value, type)]
-    own = [c for c in classes if issubclass(c, Learner) and c.__module__ == module.__name__]
-    return own[-1] if own and own[-1] is not Learner else None
+    defined = [c for c in classes if issubclass(c, Learner) and c.__module__ == module.__name__]
+    return defined[-1] if defined and defined[-1] is not Learner else None
 
 
 def find(name: str) -> type[Learner]:
@@ -106,14 +106,14 @@ def section(name: str) -> str:
 
 def options(name: str) -> dict[str, Option]:
     """Returns the options of a learner by field, such as `learner.inflora.lamb`."""
-    own = _imported(name).options()
-    return {f"learner.{section(name)}.{field}": option for field, option in own.items()}
+    by_field = _imported(name).options()
+    return {f"learner.{section(name)}.{field}": option for field, option in by_field.items()}
 
 
 def of_another(field: str, name: str) -> bool:
     """Returns True if a field is an option of a learner other than `name`, imported or not."""
-    own = f"learner.{section(name)}."
-    return field.startswith("learner.") and field.count(".") > 1 and not field.startswith(own)
+    prefix = f"learner.{section(name)}."
+    return field.startswith("learner.") and field.count(".") > 1 and not field.startswith(prefix)
 
 
 def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
@@ -169,9 +169,9 @@ def difference(expected: Any, found: Any) -> str:
             for path, x in leaves
         }
 
-    old, new = kinds(expected), kinds(found)
-    for path in [*old, *new]:
-        if old.get(path) != new.get(path):
-            where = escaped(path)[:80] or "the root"
-            return f"{where}: expected {old.get(path, 'nothing')}, found {new.get(path, 'nothing')}"
+    one, other = kinds(expected), kinds(found)
+    for path in [*one, *other]:
+        if one.get(path) != other.get(path):
+            kind = f"expected {one.get(path, 'nothing')}, found {other.get(path, 'nothing')}"
+            return f"{escaped(path)[:80] or 'the root'}: {kind}"
     return ""

@@ -156,5 +156,5 @@ class Checkpoints:
 
 def _reason(error: Exception) -> str:
     """Returns what the operating system said, or the start of a long message."""
-    said = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", str(error))
-    return said.group(1) if said else line(error)
+    match = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", str(error))
+    return match[1] if match else line(error)

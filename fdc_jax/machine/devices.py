@@ -1,4 +1,4 @@
-"""Devices: the mesh, what is copied to every device or split between them, and memory."""
+"""Devices: the mesh, arrays that are copied to every device or split between them, and memory."""
 
 import ctypes
 import importlib.metadata

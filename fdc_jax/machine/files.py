@@ -283,7 +283,7 @@ MANIFEST = "manifest.json"
 
 def write_manifest(folder: Path) -> None:
     """Writes the SHA-256 of every other file of a folder, by its name in there."""
-    files = sorted(it for it in folder.rglob("*") if it.is_file() and it != folder / MANIFEST)
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f != folder / MANIFEST)
     known = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
     write_json(folder / MANIFEST, {"sha256": known})
 
@@ -323,7 +323,7 @@ def named_path(name: str, path: str | os.PathLike[str]) -> Path:
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
     """Raises InputError, before any work, if the folder of a flag cannot be made or written in."""
     path = named_path(flag, folder).absolute()
-    existing = next(it for it in (path, *path.parents) if os.path.exists(it))
+    existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"{flag}={folder}: expected a folder to write in, found {existing}")
 

@@ -50,18 +50,18 @@ def start(where: str | None) -> None:
     """
     if where is None:
         return
-    given: Any = ()
+    arguments: Any = ()
     failed = "JAX found no job here; give HOST:PORT,0/2"
     if where != "auto":
         match = re.fullmatch(r"(.+):(\d+),(\d+)/(\d+)", where)
         if match is None or int(match[3]) >= int(match[4]):
             raise InputError(f"--distributed: expected HOST:PORT,0/2 or auto, found {where}")
         number, processes = int(match[3]), int(match[4])
-        given, failed = (f"{match[1]}:{match[2]}", processes, number), "cannot join the others"
+        arguments, failed = (f"{match[1]}:{match[2]}", processes, number), "cannot join the others"
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(*given)
+        jax.distributed.initialize(*arguments)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"--distributed={where}: {failed} ({line(error)})") from error
 
@@ -127,7 +127,7 @@ def is_first() -> bool:
 
 
 def all_values(function: Callable[[], Any], takes_part: bool = True) -> list[Any]:
-    """Returns a function's JSON values on all processes; raises on all what it raised on any.
+    """Returns the JSON values of a function on all processes; all raise the error of any.
 
     The value of a process that takes no part is None.
     """

@@ -136,8 +136,8 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
     for field, value in saved.items():
         if field in fields.keys() - OF_A_HOST and value is not None:
             try:
-                given = tuple(value) if isinstance(value, list) else value
-                config.update_from_flattened_dict({field: given})
+                plain = tuple(value) if isinstance(value, list) else value
+                config.update_from_flattened_dict({field: plain})
             except (TypeError, ValueError) as error:
                 raise InputError(f"config.{field}: {escaped(line(error))}") from error
         elif field.startswith("learner.") and isinstance(value, bool | int | float | str):
@@ -168,8 +168,9 @@ def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({
     numbers = isinstance(scale, list) and all(type(share) in (int, float) for share in scale)
     if not numbers or len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
-    options = [learners.options(name) for name in (*learners.names(), config.learner.name)]
-    allowed = _ALLOWED | {field: it.allowed for own in options for field, it in own.items()}
+    allowed = dict(_ALLOWED)
+    for name in (*learners.names(), config.learner.name):
+        allowed |= {field: option.allowed for field, option in learners.options(name).items()}
     for field in allowed.keys() & flat.keys():
         if (wanted := learners.expected(allowed[field], flat[field])) is not None:
             refuse(field, wanted)

@@ -69,11 +69,11 @@ def size(config: Config) -> Size:
     return Size(train, images(sum(known.task_test_counts), data.test_per_class), len(learned))
 
 
-def passes(fields: Mapping[str, Any], of: Size) -> float:
+def passes(fields: Mapping[str, Any], size: Size) -> float:
     """Returns the passes of a run with these fields of its configuration."""
     epochs, every = fields["train.epochs"] or 20, fields["evaluation.every"]
-    evaluated = [n for n in range(1, of.tasks + 1) if n % every == 0 or n == of.tasks]
-    return (epochs + 1) * of.train + 0.5 * of.test * sum(evaluated) / of.tasks
+    evaluated = [n for n in range(1, size.tasks + 1) if n % every == 0 or n == size.tasks]
+    return (epochs + 1) * size.train + 0.5 * size.test * sum(evaluated) / size.tasks
 
 
 def seconds_per_pass(results: Mapping[str, Any]) -> float | None:
@@ -85,11 +85,11 @@ def seconds_per_pass(results: Mapping[str, Any]) -> float | None:
     return seconds / passes(results["config"], Size(*counts))
 
 
-def disk(config: Config, of: Size, state_bytes: int, width: int) -> int:
+def disk(config: Config, size: Size, state_bytes: int, width: int) -> int:
     """Returns about the bytes of a work directory: features, checkpoints and calibrators."""
-    features = 4 * width * (3 * of.train + 2 * of.test) if config.save_features else 0
+    features = 4 * width * (3 * size.train + 2 * size.test) if config.save_features else 0
     # The newest files of calibrators stay, and final ones; the scatters of tasks are most of them.
-    calibrators = (config.checkpoint.keep + 2) * of.tasks * 4 * width**2
+    calibrators = (config.checkpoint.keep + 2) * size.tasks * 4 * width**2
     return features + config.checkpoint.keep * state_bytes + calibrators
 
 
@@ -104,18 +104,18 @@ def machine(configs: Mapping[Any, Config]) -> Machine:
     Takes the memory of the devices, so that a process of its own should call it. The configurations
     are of one kind, by any key.
     """
-    mesh, made = devices.data_mesh(), {}
+    mesh, learners = devices.data_mesh(), {}
     for key, config in configs.items():
         model = setups.build_model(config, mesh)
-        made[key] = setups.make_learner(config, model, task_sizes(config), mesh)
-    (key, learner), *_ = made.items()
+        learners[key] = setups.make_learner(config, model, task_sizes(config), mesh)
+    (key, learner), *_ = learners.items()
     rng, config = np.random.default_rng(0), configs[key]
     backbone = jax.tree.map(
         lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)),
         vit.parameter_shapes(learner.setup.model, config.encoder.image_size),
     )
     seconds = seconds_of_image(config, learner, devices.replicate(mesh, backbone))
-    states = {key: state_bytes(learner) for key, learner in made.items()}
+    states = {key: state_bytes(learner) for key, learner in learners.items()}
     return Machine(seconds, states, learner.setup.variant.width, devices.describe())
 
 
@@ -163,10 +163,10 @@ def _size(setup: Setup) -> Size:
 
 def describe(setup: Setup, num_seeds: int) -> str:
     """Returns the line of a set-up with the time and the GiB of a seed."""
-    config, learner, of = setup.config, setup.learner, _size(setup)
+    config, learner, size = setup.config, setup.learner, _size(setup)
     image = seconds_of_image(config, learner, setup.backbone)
-    seconds = image * passes(configuration.flatten(config), of)
-    gib = disk(config, of, state_bytes(learner), learner.setup.variant.width) / 2**30
+    seconds = image * passes(configuration.flatten(config), size)
+    gib = disk(config, size, state_bytes(learner), learner.setup.variant.width) / 2**30
     more = f" for each of {num_seeds} seeds" * (num_seeds > 1)
     return f"needs      about {duration(seconds)} and {gib:,.2f} GiB{more}"
 

@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
 
 class ResumePoint(NamedTuple):
-    """How far an earlier process got."""
+    """The point that an earlier process reached."""
 
     state: Any  # the learner's
     calibrators: dict[str, Any]  # by name
@@ -60,7 +60,7 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
     for task in range(point.tasks_done, num_tasks):
         took, processor = {"previous_extraction_seconds": 0.0}, time.process_time()
         if task >= point.trained_tasks:
-            if task and learner.trains and any(it.reads_previous for it in calibrators.values()):
+            if task and learner.trains and any(c.reads_previous for c in calibrators.values()):
                 took = keep_previous(work, task, learner.encoder(setup.backbone, state, task))
             state = train(work, task, state, point)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)
@@ -69,8 +69,8 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
         features, extracted = extract(work, task, encoder, heads[task])  # line 4
         memory: dict[str, Any] = {"extraction": devices.peak_rise(before)}
         still = task > 0 and not learner.trains  # The encoder before the task is the same.
-        given = features._replace(previous=features.adapted) if still else features
-        fitted, memory["fit"] = fit(calibrators, given)  # lines 5 to 13
+        complete = features._replace(previous=features.adapted) if still else features
+        fitted, memory["fit"] = fit(calibrators, complete)  # lines 5 to 13
         took |= extracted | fitted
         store.keep(task, calibrators, features)
         store.event("statistics", task=task, **took)
@@ -92,7 +92,8 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
 def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> ResumePoint:
     """Returns the newest checkpoint with its calibrators, or the state before the first task."""
     settings = setup.config.fdc.to_dict()
-    new = {it: calibration.make(it, **settings) for it in configuration.calibrators(setup.config)}
+    names = configuration.calibrators(setup.config)
+    new = {name: calibration.make(name, **settings) for name in names}
     for number, cursor, tree in setups.checkpoints(setup, checkpoints, seed):
         trained, step = cursor["tasks_done"], cursor["step"]
         # A checkpoint at the end of a task has its encoder: fit and evaluation can be repeated.
@@ -222,10 +223,10 @@ def evaluate(
     return {
         "task": task,
         "test_images": len(labels),
-        "labels": {name: evaluation.pack(of.label) for name, of in scores.items()},
+        "labels": {name: evaluation.pack(s.label) for name, s in scores.items()},
         **evaluation.measure(scores, labels, true_tasks, sure),
         "unlike_learned": unlike,
-        "components": {n: evaluation.accuracy(labels, of.label) for n, of in components.items()},
+        "components": {n: evaluation.accuracy(labels, s.label) for n, s in components.items()},
         "timing": {f"test_extraction_{n}": value for n, value in extraction.items()} | took,
     }
 

@@ -67,8 +67,8 @@ class RunPaths:
         Fields that divide classes into tasks may differ, as a run may grow by further tasks.
         """
         saved = self.read_config() if self.config_file.exists() else fields
-        given = {name: value for name, value in fields.items() if name not in configuration.TASKS}
-        return ", ".join(configuration.differences(saved, given).values())
+        fixed = {name: value for name, value in fields.items() if name not in configuration.TASKS}
+        return ", ".join(configuration.differences(saved, fixed).values())
 
     def read_results(self) -> dict[str, Any] | None:
         """Returns the content of `results.json`, or None before it is written."""

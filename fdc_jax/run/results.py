@@ -39,7 +39,9 @@ def collect(
         "accuracy": last["accuracy"],
         "routing_accuracy": last["routing_accuracy"],
         "average_incremental_accuracy": {  # None if the accuracy after a task is missing
-            name: float(np.mean([of["accuracy"][name] for of in records])) if complete else None
+            name: float(np.mean([record["accuracy"][name] for record in records]))
+            if complete
+            else None
             for name in last["accuracy"]
             if name != "oracle"
         },
@@ -53,7 +55,7 @@ def collect(
         "curve": [{name: record[name] for name in _POINT} for record in records],
         "fdc_storage_bytes": storage.get("fdc"),
         "storage_bytes": storage,
-        "notes": {name: it.note for name, it in calibrators.items() if it.note},
+        "notes": {name: c.note for name, c in calibrators.items() if c.note},
         "peak_memory_bytes": _peak_memory([record["peak_memory"] for record in records]),
         "timing": _timing([record["timing"] for record in records]) if complete else None,
         "encoder": {
@@ -85,8 +87,10 @@ def _peak_memory(per_task: list[dict[str, Any]]) -> dict[str, int | None]:
         return {"training": None} | dict.fromkeys(names)
     extraction = sum(memory["extraction"] for memory in known)
     fitted = {name: sum(memory["fit"][name] for memory in known) for name in known[0]["fit"]}
-    of = {name: extraction + rise for name, rise in fitted.items()}
-    return {"training": known[0]["training"]} | of
+    return {
+        "training": known[0]["training"],
+        **{name: extraction + rise for name, rise in fitted.items()},
+    }
 
 
 def _timing(per_task: list[dict[str, float]]) -> dict[str, Any]:

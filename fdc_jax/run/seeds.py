@@ -46,9 +46,10 @@ def run(
     quiet = quiet or not processes.is_first()
     stop.poll()
     with jax.enable_x64(False), _explained(config), contextlib.ExitStack() as held:
-        setup, folders = _set_up(config, workdir, quiet)
-        fields, own = configuration.flatten(config), configuration.OF_A_HOST
-        shared = {f"config.{name}": value for name, value in fields.items() if name not in own}
+        with stop.at_once():
+            setup, folders = _set_up(config, workdir, quiet)
+        fields = configuration.flatten(config).items()
+        shared = {f"config.{n}": v for n, v in fields if n not in configuration.OF_A_HOST}
         processes.check_same(shared | setups.checksums(setup, setup.tasks))
         if not quiet:
             print(describe(setup), file=sys.stderr, flush=True)
@@ -124,17 +125,17 @@ def run_seed(
 def _answer_untrained(
     setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
 ) -> None:
-    """Fits class Gaussians on the frozen encoder, and says what they and further training give."""
+    """Fits class Gaussians on the frozen encoder; prints their accuracy and the training time."""
     untrained, config = setups.untrained(setup), setup.config
     if not untrained.config.calibrators:
         return
     paths = RunPaths(RunPaths(folder).untrained_folder)
     if not quiet:
         print("encodes all images once, for an answer before training", file=sys.stderr, flush=True)
-    found = run_seed(untrained, seed, paths.folder, stop, quiet=True)
+    outcome = run_seed(untrained, seed, paths.folder, stop, quiet=True)
     if quiet:
         return
-    accuracy = found["accuracy"][untrained.config.calibrators]
+    accuracy = outcome["accuracy"][untrained.config.calibrators]
     seconds = estimate.seconds_after(setup, paths.read_records())
     text = f"without training: {accuracy:.1f} %; training on top takes about "
     text += f"{estimate.duration(seconds)} here"

@@ -77,12 +77,12 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
 
 def untrained(setup: Setup) -> Setup:
     """Returns the set-up of class Gaussians on the frozen encoder, for the same images."""
-    config, made = setup.config.copy_and_resolve_references(), setup.learner.setup
-    methods = calibration.METHODS
-    names = [it for it in configuration.calibrators(config) if methods[it].gives_confidence]
+    config, own = setup.config.copy_and_resolve_references(), setup.learner.setup
+    names = configuration.calibrators(config)
+    names = [name for name in names if calibration.METHODS[name].gives_confidence]
     fields = {"learner.name": "frozen", "calibrators": ",".join(names), "log": ""}
     config.update_from_flattened_dict(fields | {"untrained": False, "save_features": False})
-    learner = make_learner(config, made.model, made.classes_per_task, made.mesh)
+    learner = make_learner(config, own.model, own.classes_per_task, own.mesh)
     parts = {field.name: getattr(setup, field.name) for field in dataclasses.fields(Encoders)}
     encoders = Encoders(**parts | {"config": config, "learner": learner})
     return dataclasses.replace(_complete(encoders, setup.tasks), test_images=setup.test_images)
@@ -289,7 +289,7 @@ def checkpoints(
 ) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
     """Yields number, cursor and tree of every usable checkpoint, newest first.
 
-    Trees of a run that knew of fewer tasks have slots for those of now.
+    Trees of a run that knew of fewer tasks get slots for the tasks that are known now.
     """
     learner, backbone = encoders.learner, encoders.backbone
 
@@ -298,8 +298,8 @@ def checkpoints(
         of_then = dataclasses.replace(learner, setup=setup)
         tree = {"state": first_state(of_then)}
         if cursor["step"]:
-            given = backbone, tree["state"], cursor["tasks_done"], seed
-            _, tree["trained"], tree["optimizer"] = start_task(of_then, of_then.update(), *given)
+            start = backbone, tree["state"], cursor["tasks_done"], seed
+            _, tree["trained"], tree["optimizer"] = start_task(of_then, of_then.update(), *start)
         return tree
 
     def target(cursor: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _GROWING = configuration.TASKS | {"training images sha256", "test images sha256"
 
 
 class Store(RunPaths):
-    """The work directory of one seed, made when missing.
+    """The work directory of one seed, which is made if it is missing.
 
     Raises:
         InputError: the folder belongs to another configuration; the differing fields are named.
@@ -131,8 +131,11 @@ class Store(RunPaths):
         """Returns the calibrators after so many tasks, by name; InputError if one is damaged."""
 
         def read() -> dict[str, np.ndarray]:
-            fitted = {it: calibration.load(self.fitted_file(it, num_tasks)) for it in self._names}
-            return {it: np.frombuffer(pickle.dumps(fitted[it]), np.uint8) for it in fitted}
+            files = {name: self.fitted_file(name, num_tasks) for name in self._names}
+            return {
+                name: np.frombuffer(pickle.dumps(calibration.load(file)), np.uint8)
+                for name, file in files.items()
+            }
 
         contents = processes.from_first(read) or {}
         return {name: pickle.loads(content.tobytes()) for name, content in contents.items()}
@@ -182,8 +185,9 @@ class Store(RunPaths):
     def keep(self, task: int, calibrators: Mapping[str, Any], features: TaskFeatures) -> None:
         """Writes the calibrators after a task, and the features of its images, if wanted."""
         if self._config.save_features:
-            given = {name: it for name, it in features._asdict().items() if name != "final_head"}
-            feature_files.write_task(self.features_folder, task, **given)
+            fields = features._asdict()
+            del fields["final_head"]
+            feature_files.write_task(self.features_folder, task, **fields)
         for name, calibrator in calibrators.items():
             calibrator.save(self.fitted_file(name, task + 1))
             for earlier in range(1, task + 1 - self._config.checkpoint.keep):

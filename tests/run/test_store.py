@@ -59,7 +59,7 @@ def test_config_files_are_never_rewritten_silently(copy, cache):
     with pytest.raises(InputError, match=r"another configuration: train.rank was 3, is"):
         go(config(cache), copy)
     (copy / "config.json").unlink()
-    with pytest.raises(InputError, match=r"holds a run without its config.json"):
+    with pytest.raises(InputError, match=r"has files of a run but no config.json"):
         go(config(cache), copy)
     assert not (copy / "config.json").exists()
 
