@@ -5,11 +5,16 @@
 `--help` lists all flags and fields.
 """
 
-import functools
+import signal
 
-from fdc_jax.errors import stop_on_signals
+from fdc_jax.__main__ import end_at_once
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, end_at_once)
+    import functools
+
+    from fdc_jax.errors import stop_on_signals
+
     with stop_on_signals() as stop:
         from absl import app
 

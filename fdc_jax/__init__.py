@@ -4,11 +4,13 @@ Importing this loads nothing else; what takes seconds is loaded when it is asked
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from fdc_jax.machine.versions import __version__ as __version__
 
+TYPE_CHECKING = False  # The import of `typing` would leave Ctrl-C to Python for longer.
 if TYPE_CHECKING:
+    from typing import Any
+
     from fdc_jax import calibration, heads
     from fdc_jax.estimator import ContinualClassifier, FDCClassifier
     from fdc_jax.run.saved import open_run
@@ -23,7 +25,7 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     if name in __all__:

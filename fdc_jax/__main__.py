@@ -1,13 +1,10 @@
 """The command `fdc`: `fdc NAME ...` is `python -m fdc_jax NAME ...`, and takes `--help`, too."""
 
-import functools
 import os
-import runpy
 import signal
 import sys
 
 import fdc_jax
-from fdc_jax.errors import did_you_mean, end_at_once, stop_on_signals
 
 PROGRAMS = {
     "run": "learn a stream of tasks, calibrate and evaluate on the way",
@@ -20,8 +17,20 @@ PROGRAMS = {
 }
 
 
+def end_at_once(number: int, frame: object) -> None:
+    """Handles Ctrl-C before a program handles it: nothing is written, imports may swallow it."""
+    os.write(2, b"fdc_jax: stopped by SIGINT\n")
+    os._exit(130)
+
+
 def main() -> None:
     """Runs the program that the first word of the command line names."""
+    signal.signal(signal.SIGINT, end_at_once)
+    import functools
+    import runpy
+
+    from fdc_jax.errors import did_you_mean, stop_on_signals
+
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     os.environ["JAX_ENABLE_X64"] = "0"  # before JAX is imported
     if name == "run":
@@ -36,7 +45,6 @@ def main() -> None:
 
         sys.exit(paper.main())
     elif name in PROGRAMS:
-        signal.signal(signal.SIGINT, end_at_once)
         sys.path.append(os.getcwd())  # where a learner of the user's own may lie
         runpy.run_module(f"fdc_jax.{name}", run_name="__main__")
     elif name == "--version":

@@ -141,12 +141,6 @@ def stop_on_signals(
             signal.signal(number, handler)
 
 
-def end_at_once(number: int, frame: Any) -> NoReturn:
-    """Handles Ctrl-C before `Program.run`: nothing is written yet, and imports may swallow it."""
-    print("fdc_jax: stopped by SIGINT", file=sys.stderr, flush=True)
-    os._exit(130)
-
-
 def line(error: BaseException) -> str:
     """Returns the start of the first line of an exception, or the name of its type."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
@@ -310,7 +304,7 @@ class Program(argparse.ArgumentParser):
         argv = sys.argv[1:] if arguments is None else list(arguments)
         code = None
         with Ending(self.title, "--traceback" in argv) as ending:
-            if signal.getsignal(signal.SIGINT) is end_at_once:
+            if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == "end_at_once":
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             lists = {a.option_strings[0] for a in self._actions if isinstance(a.default, list)}
             refuse_repeated(argv, but=lists)

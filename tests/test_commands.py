@@ -73,9 +73,12 @@ main()
 """
 
 
+@pytest.mark.parametrize("module", ["argparse", "numpy"])
 @pytest.mark.parametrize("name", ["predict", "export", "posthoc"])
-def test_ctrl_c_while_modules_are_imported_is_one_line(name):
-    words = [sys.executable, "-c", INTERRUPTED, name, "somewhere", "x.png"]
+def test_ctrl_c_while_modules_are_imported_is_one_line(name, module):
+    """Those of the first moments, too, whose import ends in a traceback otherwise."""
+    script = INTERRUPTED.replace("numpy", module)
+    words = [sys.executable, "-c", script, name, "somewhere", "x.png"]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "fdc_jax: stopped by SIGINT\n")
 
@@ -179,6 +182,8 @@ def test_the_help_of_every_command_has_an_example(capsys):
 
 
 def test_what_is_no_name(monkeypatch, capsys):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
     def said(*words):
         monkeypatch.setattr(sys, "argv", ["fdc", *words])
         programs.main()

@@ -1,9 +1,4 @@
-"""Versions of the package and of its libraries; imports the standard library alone."""
-
-import importlib.metadata
-import platform
-import subprocess
-from pathlib import Path
+"""Versions of the package and of its libraries; importing this loads nothing else."""
 
 __version__ = "0.2.0"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
@@ -11,12 +6,18 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-d
 
 def versions() -> dict[str, str | None]:
     """Returns the versions of Python, of this package and of its libraries."""
+    import importlib.metadata
+    import platform
+
     own = {"python": platform.python_version(), "fdc_jax": __version__, "commit": _commit()}
     return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def _commit() -> str | None:
     """Returns the commit that the package is checked out at, or None outside a checkout."""
+    import subprocess
+    from pathlib import Path
+
     folder = Path(__file__).parents[2]
     if not (folder / ".git").exists():
         return None
