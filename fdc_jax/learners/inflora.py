@@ -1,19 +1,19 @@
 """InfLoRA: increments along directions in which the inputs of earlier tasks have little energy.
 
 Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", CVPR 2024.
-Before a task, the rows of the paper's A (here the columns, since kernels are transposed) become the
-leading directions of the task's attention inputs outside the memory, a subspace with most of the
-energy of earlier inputs. A, the same for key and value, stays frozen; B and the task's linear head
-are trained. After the task the memory grows. The published rule (DualGPM) replaces the memory by
-its complement when that is smaller; both give the same projection, and this file keeps the memory.
+The memory is a subspace with most of the energy of earlier attention inputs. Before a task, the
+columns of A (the paper's rows: its kernels are transposed) become the leading directions of the
+task's attention inputs outside the memory. A, the same for key and value, stays frozen; B and the
+task's linear head are trained. After the task the memory grows. The published rule (DualGPM) swaps
+the memory for its complement if that is smaller; both give the same projection.
 
 Authors' code: A A^T = I / 3; moments over all tokens of augmented images, newly drawn for each pass
-(here those of the first epoch), not centred; energies are squared eigenvalues of the second moment;
-the first task keeps the directions that stay below the threshold, later tasks those that reach it;
-the threshold goes from lamb towards lame in proportion to the tasks done; uniform head
-initialisation with bias; the quarter cosine. FDC paper: the method's own schedule. Inferred: its
-reach, the thresholds, and that the memory is projected out of A once more, so that rows beyond the
-rank of the inputs vanish instead of pointing into it.
+(here: the images of the first epoch), not centred; energies are squared eigenvalues of the second
+moment; the first task keeps the directions that stay below the threshold, later tasks those that
+reach it; the threshold goes from lamb towards lame in proportion to the tasks done; uniform head
+initialisation with bias; the quarter cosine. FDC paper: the method's own schedule. Inferred: it
+scales both learning rates; the thresholds; the memory is projected out of A once more, so that
+columns beyond the rank of the inputs vanish instead of pointing into the memory.
 
 E_t, head input and score scales are Cumulative-LoRA's. Decompositions run in float64 on the host,
 so that close directions do not depend on rounding.
@@ -59,10 +59,10 @@ class InfLoRA(Learner):
     lamb: float = option(
         0.98, "(0, 1]", "share of energy to protect at the first task", on={"cifar100": 0.95}
     )
-    lame: float = option(1.0, "(0, 1]", "limit of that share after the last task")
+    lame: float = option(1.0, "(0, 1]", "share of energy to approach by the last task")
 
     def __post_init__(self):
-        """Raises InputError if the share falls."""
+        """Raises InputError if lame is less than lamb."""
         if self.lame < self.lamb:
             raise InputError(
                 f"config.learner.{self.section()}.lame: expected at least lamb, {self.lamb:g}, "
@@ -76,11 +76,11 @@ class InfLoRA(Learner):
         return State(*super().initial_state(), memory=memory, memory_size=sizes)
 
     def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
-        """Returns the state with the task's A, designed from its images by E_{t-1}."""
+        """Returns the state with the task's A, designed from its attention inputs in E_{t-1}."""
         moments = self._moments(backbone, state, task, images)
         designed = [
-            design(moment, basis, self.setup.rank)
-            for moment, basis in zip(moments, _bases(state), strict=True)
+            design(moment, memory, self.setup.rank)
+            for moment, memory in zip(moments, _unpadded(state), strict=True)
         ]
         stack = training.with_directions(state.increments, task, np.stack(designed))
         return state._replace(increments=stack)
@@ -105,16 +105,16 @@ class InfLoRA(Learner):
         state = super().after_task(backbone, state, task, frozen, trained, images)
         moments = self._moments(backbone, state, task + 1, images)
         share = self.lamb + (self.lame - self.lamb) * task / self.setup.num_tasks
-        memory = np.zeros(state.memory.shape, np.float32)
+        padded = np.zeros(state.memory.shape, np.float32)
         sizes = np.zeros(state.memory_size.shape, np.int32)
-        for block, (moment, basis) in enumerate(zip(moments, _bases(state), strict=True)):
-            grown = grown_memory(moment, basis, share) if task else first_memory(moment, share)
-            sizes[block] = grown.shape[1]
-            memory[block, :, : grown.shape[1]] = grown
-        return state._replace(memory=jnp.asarray(memory), memory_size=jnp.asarray(sizes))
+        for block, (moment, memory) in enumerate(zip(moments, _unpadded(state), strict=True)):
+            new = first_memory(moment, share) if task == 0 else grown_memory(moment, memory, share)
+            sizes[block] = new.shape[1]
+            padded[block, :, : new.shape[1]] = new
+        return state._replace(memory=jnp.asarray(padded), memory_size=jnp.asarray(sizes))
 
     def _moments(self, backbone, state, num_tasks, images) -> Float64[np.ndarray, "l d d"]:
-        """Returns the second moments of a task's attention inputs by E_t, t = `num_tasks`."""
+        """Returns the second moments of a task's attention inputs in E_t, t = `num_tasks`."""
         kernels, augmented = self.encoder(backbone, state, num_tasks), images.augmented()
         moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
         return np.asarray(moments, np.float64)
@@ -129,7 +129,7 @@ def design(
     return (directions - memory @ (memory.T @ directions)) / math.sqrt(3.0)
 
 
-def _bases(state: State) -> list[Float64[np.ndarray, "d k"]]:
+def _unpadded(state: State) -> list[Float64[np.ndarray, "d k"]]:
     """Returns the memory of every block without padding."""
     memory = np.asarray(state.memory, np.float64)
     sizes = np.asarray(state.memory_size)
@@ -146,15 +146,15 @@ def first_memory(moment: Float64[np.ndarray, "d d"], share: float) -> Float64[np
 def grown_memory(
     moment: Float64[np.ndarray, "d d"], memory: Float64[np.ndarray, "d k"], share: float
 ) -> Float64[np.ndarray, "d m"]:
-    """Returns the memory with the fewest new directions that hold a share of the energy."""
+    """Returns the memory with the fewest new directions that let it hold a share of the energy."""
     total = np.sum(moment**2)
     left, values, _ = np.linalg.svd(moment - memory @ (memory.T @ moment))
     held = 1.0 - np.sum(values**2) / total
     if held >= share:
         return memory
-    short = held + np.cumsum(values**2) / total < share
+    too_few = held + np.cumsum(values**2) / total < share
     size = memory.shape[1]
-    new = left[:, : min(int(short.sum()) + 1, len(moment) - size)]
+    new = left[:, : min(int(too_few.sum()) + 1, len(moment) - size)]
     # The memory was rounded to float32: faint directions are not quite orthogonal to it.
     orthonormal = np.linalg.qr(np.concatenate([memory, new], axis=1))[0]
     return np.concatenate([memory, orthonormal[:, size:]], axis=1)

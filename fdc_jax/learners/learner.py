@@ -1,4 +1,4 @@
-"""The interface of learners: options, and five groups of methods, by default Cumulative-LoRA's.
+"""The interface of learners: options, and five groups of methods; the defaults are Cumulative-LoRA.
 
 A learner is a class derived from `Learner` in a file of its own, a frozen dataclass whose fields
 are its options. Option X of a learner in file N is `config.learner.N.X`, in the learner `self.X`.
@@ -6,8 +6,8 @@ are its options. Option X of a learner in file N is `config.learner.N.X`, in the
 `state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so that
 one compilation serves all tasks. A checkpoint holds the state; `frozen` must follow from the state,
 the task and the key, which follows from seed and task; `backbone` is the pretrained parameter tree
-and never changes. Large arrays that no training step reads stay on the host if they are NumPy
-arrays; all other leaves are on the devices.
+and never changes. NumPy arrays of the state stay on the host (large ones that no training step
+reads); all other leaves are on the devices.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from fdc_jax.model import increments, operations, vit
 
 Value: TypeAlias = bool | int | float | str
 
-# Increments, second moments and the Fisher information need key and value kernels; training,
-# extraction, prediction and export accept a whole tree, too.
+# Parameters in place of those of E_0. Increments, second moments and the Fisher information need
+# key and value kernels; training, extraction, prediction and export accept a whole tree, too.
 Replaced: TypeAlias = vit.Replaced
 
 
@@ -54,8 +54,8 @@ def option(
 ) -> Any:
     """Returns the field of an option, with its default under the paper's protocol and its meaning.
 
-    `allowed` is an interval such as "(0, 1]", or the accepted words; empty, there is no limit. `on`
-    has other defaults, by benchmark. All values have the type of the default.
+    `allowed` is an interval such as "(0, 1]", or the accepted words; "" accepts all values of the
+    default's type. `on` has other defaults, by benchmark.
     """
     metadata = {"option": Option(default, allowed, comment, on or {})}
     return dataclasses.field(default=default, metadata=metadata)
@@ -81,8 +81,8 @@ class State(NamedTuple):
     heads: LinearHead
 
 
-# The largest number of portions of an encoder that is unrolled; more take long to compile.
-UNROLLED = 4
+# The largest number of portions of a batch to unroll; more take long to compile.
+MOST_UNROLLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Learner:
     paper_row: ClassVar[int] = 100  # row in the paper's tables
     # The components of FDC that the paper enables for it, a key of `components` in `results.json`.
     selected: ClassVar[str] = "full"
-    # A sentence about the dependence of its training on the number of tasks, if there is one.
+    # The dependence of its training on the number of tasks, as a clause; "" if independent.
     task_count: ClassVar[str] = ""
     # True if the loss is a mean over images, weighted by `batch.weights`, plus terms of no image; a
     # batch may then be split into portions.
@@ -136,8 +136,8 @@ class Learner:
     ) -> tuple[Any, Any]:
         """Returns the frozen kernels of E_{t-1}, and a fresh increment and head to train.
 
-        Directions `A` of key and value kernels, [blocks, width, rank] each, stay frozen if they are
-        given; B alone is then trained.
+        If `A` is given, directions [blocks, width, rank] of key and value kernels, it stays frozen
+        and the increment to train is B alone.
         """
         setup, variant = self.setup, self.setup.variant
         kernels = self.encoder(backbone, state, task)
@@ -147,7 +147,7 @@ class Learner:
             increment: Any = increments.initialise(key_of_increment, variant, setup.rank)
         else:
             frozen["A"] = A
-            increment = {name: jnp.zeros_like(a.swapaxes(1, 2)) for name, a in A.items()}
+            increment = {name: jnp.zeros_like(a.swapaxes(1, 2)) for name, a in A.items()}  # B
         head = training.new_linear_head(key, setup.head_rows, variant.width)
         return frozen, {"increment": increment, "head": head}
 
@@ -163,14 +163,13 @@ class Learner:
     def value_and_gradients(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Any:
         """Returns the loss and its gradients, from portions of the batch if the loss is a mean."""
 
-        def of_images(batch):
-            loss = jax.value_and_grad(lambda leaves: self.loss(backbone, frozen, leaves, batch))
-            return loss(trained)
+        def compute(part):
+            return jax.value_and_grad(self.loss, argnums=2)(backbone, frozen, trained, part)
 
         size = self._portion_size(batch.images)
         if self.mean_over_images and size < len(batch.images):
-            return training.mean_over_portions(of_images, batch, size)
-        return of_images(batch)
+            return training.mean_over_portions(compute, batch, size)
+        return compute(batch)
 
     def _portion_size(self, images: Any) -> int:
         count, side = images.shape[:2]
@@ -187,7 +186,7 @@ class Learner:
     ) -> Float[Array, "n d"]:
         """Returns the features of a batch, with the arguments of `vit.encode`.
 
-        If the loss is no mean over images, the encoder takes few portions, unrolled: in a loop, the
+        If the loss is no mean over images, a few portions are encoded, unrolled: in a loop, the
         residuals of the gradient would pass through a TPU's slow memory once more.
         """
         size = self._portion_size(batch.images)
@@ -196,7 +195,7 @@ class Learner:
             return vit.encode(self.setup.model, backbone, images, kernels, increment, key, dropout)
 
         count = len(batch.images) // size
-        if self.mean_over_images or not 1 < count <= UNROLLED:
+        if self.mean_over_images or not 1 < count <= MOST_UNROLLED:
             return encode(batch.images, dropout_key)
         keys = [None] * count if dropout_key is None else jax.random.split(dropout_key, count)
         portions = jnp.split(jnp.asarray(batch.images), count)
@@ -212,7 +211,7 @@ class Learner:
         transformation: optax.GradientTransformation,
         schedule: Callable[[int, int], float] | None = None,
     ) -> Update:
-        """Returns descent of the loss along the directions into which Optax transforms gradients.
+        """Returns an update by descent along gradients of the loss that Optax transforms.
 
         Every top-level part of `trained` has its learning rate in `rates`; schedule: see `Update`.
         """
@@ -254,7 +253,7 @@ class Learner:
 
 
 def increment_in_training(frozen: Any, trained: Any) -> vit.Increment:
-    """Returns the task's increment, of a frozen A and a trained B, or of trained factors."""
+    """Returns the task's increment, from a frozen A and a trained B, or the trained factors."""
     if "A" not in frozen:
         return trained["increment"]
     increment: Any = {

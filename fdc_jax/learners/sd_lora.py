@@ -5,16 +5,16 @@ ICLR 2025. While task t trains (tasks counted from 1), every key and value kerne
 
     W_0 + sum over i < t of m_i A_i B_i / (|A_i| |B_i|) + m_t A_t B_t
 
-with Frobenius norms. Trained are A_t, B_t, the new head, and all magnitudes m_1 ... m_t: one number
-per task, shared by all blocks and both projections. Inference has the same formula, so the last
-direction is never normalised; earlier factors stay unchanged.
+with Frobenius norms. A_t, B_t, the new head and all magnitudes m_1 ... m_t are trained; a magnitude
+is one number, shared by all blocks and both projections. Inference has the same formula, so the
+last direction is never normalised; earlier factors stay unchanged.
 
 Authors' code: the product of the factors' norms (the norm of the product is smaller, by about the
 root of the rank), the current direction not normalised (it starts at zero; their abstract
 normalises every direction), magnitudes reset to 0.8 at the start of every task, where the encoder
 jumps (a port by others keeps them), heads with zero biases and weights larger by the root of three,
-query and value kernels. On ImageNet-A the native rate is that of their log; their file halves it
-after the first task and drops it at epochs 10 and 15. On CUB-200 and OmniBenchmark, for which they
+query and value kernels. On ImageNet-A the native rate is that of their log; their settings halve it
+after the first task and drop it at epochs 10 and 15. On CUB-200 and OmniBenchmark, for which they
 publish nothing, it is our choice. Inferred for the FDC paper: the reset, and magnitudes at the
 increments' rate. Unknown: its schedule.
 
@@ -36,9 +36,9 @@ from fdc_jax.learners import training
 from fdc_jax.learners.learner import Learner, Replaced, TaskImages
 from fdc_jax.model import increments, vit
 
-# Magnitudes at the start of a task, the authors'.
-MAGNITUDE = 0.8
-NATIVE_RATE, NATIVE_RATE_OF = 1e-2, {"cifar100": 8e-3}
+MAGNITUDE = 0.8  # at the start of a task, the authors'
+NATIVE_RATE = 1e-2
+NATIVE_RATE_OF = {"cifar100": 8e-3}  # by benchmark
 
 
 class State(NamedTuple):
@@ -77,11 +77,10 @@ class SDLoRA(Learner):
     def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:
         """Returns the cross-entropy over the task's own classes."""
         magnitudes = trained["magnitudes"]
-        increment = (
-            _weighted(frozen["directions"], magnitudes),
-            _weighted(trained["increment"], magnitudes[frozen["task"]][None]),
-        )
-        return super().loss(backbone, frozen, trained | {"increment": increment}, batch)
+        earlier = _weighted(frozen["directions"], magnitudes)
+        current = _weighted(trained["increment"], magnitudes[frozen["task"]][None])
+        # The encoder accepts several increments.
+        return super().loss(backbone, frozen, trained | {"increment": (earlier, current)}, batch)
 
     def update(self) -> training.Update:
         """Returns Adam, in the native preset SGD with momentum at a constant rate."""
@@ -108,8 +107,8 @@ class SDLoRA(Learner):
         last = num_tasks - 1
         magnitudes = state.magnitudes[last]
         earlier = _weighted(_directions(state.increments, last), magnitudes)
-        current = increments.select(state.increments, last)
-        current = _weighted(current, magnitudes[last:num_tasks])
+        newest = increments.select(state.increments, last)
+        current = _weighted(newest, magnitudes[last:num_tasks])
         return increments.merge(increments.merge(kernels, earlier), current)
 
 
@@ -117,7 +116,7 @@ class SDLoRA(Learner):
 def _directions(stack: vit.Increment, num_tasks) -> vit.Increment:
     """Returns the first `num_tasks` slots with factors of norm one; later slots are zero.
 
-    The slots are side by side, as one increment of their summed rank.
+    The slots are concatenated along the rank, as one increment.
     """
 
     def normalised(factors):
@@ -137,7 +136,7 @@ def _directions(stack: vit.Increment, num_tasks) -> vit.Increment:
 def _weighted(increment: vit.Increment, magnitudes: Float[Array, " t"]) -> vit.Increment:
     """Returns the increment with one magnitude for each of t equal parts of its rank.
 
-    Scales of columns give the gradients of magnitudes without those of whole kernels.
+    As the magnitudes scale columns of A, their gradients need no gradient of a whole kernel.
     """
 
     def scaled(factors):
