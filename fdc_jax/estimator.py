@@ -36,7 +36,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
 
     Args:
         calibrator: a name of `calibration.METHODS`, such as `gaussians`, `fdc` or a comparator.
-        head: the kind of head to fit if the calibrator needs heads and a task has none: `ridge`,
+        head: kind of the heads of tasks without one, if the calibrator needs heads: `ridge`,
             regression to one-hot labels with a penalty chosen on a fifth of the samples, or
             `nearest_mean`, the cosine to class means.
         views: columns of the adapted and of the pretrained features, such as
@@ -65,7 +65,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         self.settings = settings
 
     def fit(self, X: Any, y: Any, tasks: Any = None) -> ContinualClassifier:
-        """Fits features of one encoder task by task, in place of all earlier tasks.
+        """Fits features of one encoder task by task, instead of all earlier tasks.
 
         Args:
             X: features of the samples of all tasks.
@@ -77,7 +77,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         tasks = np.zeros(len(y), int) if tasks is None else np.array(column_or_1d(tasks).tolist())
         check_consistent_length(X, y, tasks)
         if tasks.dtype.kind == "O" or (tasks != tasks).any():
-            raise InputError("tasks: expected a number or a word for each sample, found others")
+            raise InputError("tasks: expected a number or a text for each sample, found others")
         calibrator, labels = self._new()
         for task in np.unique(tasks):
             rows = tasks == task
@@ -93,17 +93,17 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         Args:
             X: features of the task's samples by the encoder after the task.
             y: labels of the task's samples [n].
-            classes: label of every row of `head`; by default the labels in y, ascending. Unlike
-                elsewhere in scikit-learn, these are the classes of this task alone.
+            classes: label of every row of `head`; by default the labels in y, ascending. In other
+                estimators of scikit-learn they are the classes of all tasks.
             head: head of the task, such as `fdc_jax.heads.LinearHead(weight, bias)`, of the same
                 type for all tasks; by default a head in closed form.
             previous: adapted features of the same samples by the encoder before the task [n, d],
-                for all tasks from the second on, so that the class Gaussians follow the encoder.
-                Those of X itself if the encoder does not move.
+                for all tasks from the second on (drift compensation of class Gaussians); those of
+                X if the encoder does not move.
 
         Raises:
-            ValueError: the input is malformed, unlike that of earlier tasks, or has a class of an
-                earlier task; the estimator has not changed.
+            ValueError: the input is malformed, unlike earlier tasks, or has a class of an earlier
+                task; the estimator has not changed.
         """
         first = not hasattr(self, "calibrator_")
         X, y = self._validated(first, X, y)
@@ -124,8 +124,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Returns calibrated scores, [n, classes] with columns as `classes_`; the largest decides.
 
-        If there are two classes, it is one number per sample [n], above 0 for the second class, as
-        elsewhere in scikit-learn.
+        For two classes it returns one number per sample [n], above 0 for the second class.
         """
         calibrator, views = self._fitted(X)
         scores = calibrator.class_scores(*views)[:, np.argsort(self._labels)]
@@ -143,7 +142,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
     # Samples -------------------------------------------------------------------------------------
 
     def _validated(self, reset: bool, X: Any, *y: Any) -> Any:
-        """Returns X in float32, and y if it is given."""
+        """Returns X in float32, and y if present."""
         with np.errstate(over="ignore"):  # Numbers too large for float32 are an error below.
             checked: Any = validate_data(self, X, *y, reset=reset, dtype=np.float32)
         if y:
@@ -197,9 +196,10 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         if len(np.unique(names)) < len(names):
             raise InputError(f"classes: expected each label once, found {names.tolist()}")
         if (known := np.isin(names, labels)).any():
+            label = names[known].tolist()[0]
             raise InputError(
-                f"y: class {names[known].tolist()[0]!r} belongs to an earlier task; a task's "
-                "classes must be new; fit starts anew"
+                f"y: class {label!r} belongs to an earlier task, and those of a task must be new; "
+                "fit discards earlier tasks"
             )
         if not (within := np.isin(y, names)).all():
             raise InputError(f"y: {y[~within].tolist()[0]!r} is not in classes")
@@ -246,10 +246,7 @@ class FDCClassifier(ContinualClassifier):
 def closed_form_head(
     kind: str, features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
 ) -> LinearHead | NearestMeanHead:
-    """Returns a head of one of `HEADS`, fitted to the row of every sample.
-
-    The penalty of ridge regression is chosen as RanPAC's.
-    """
+    """Returns a head of a kind in `HEADS` from the row of every sample; ridge as in RanPAC."""
     if kind == "nearest_mean":
         return NearestMeanHead(base.class_means(features, rows).astype(np.float32))
     inputs = np.column_stack([features, np.ones(len(features))]).astype(np.float64)

@@ -1,8 +1,7 @@
 """Calibrators for PyTorch: features of a model as arrays, and a model with calibrated scores.
 
-PyTorch, which the package does not require, computes the features; a calibrator
-(`fdc_jax.calibration`) fits and scores them with JAX. Models of timm, transformers and PEFT are
-recognised by their methods, so that none of the three is imported.
+PyTorch, an optional dependency, computes the features; a calibrator (`fdc_jax.calibration`) fits
+and scores them with JAX. Models of timm, transformers and PEFT are recognised by their methods.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -36,17 +35,17 @@ _warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def pooled(model: Any, inputs: Any, layer: str = "") -> Any:
-    """Returns the features that a model's classifier is given, [n, d], or a pair of views.
+    """Returns the features that enter a model's classifier, [n, d], or a pair of views.
 
     By default they are the input of the linear layer whose output is the model's, and a warning
-    names the layer, once; for a model of timm they are the output of `forward_head` before the
-    classifier. A model of PEFT gives a pair, with its active adapter and without
+    names the layer once; for a model of timm they are the output of `forward_head` before the
+    classifier. A model of PEFT has a pair, with its active adapter and without
     (`disable_adapter`), and so does an `nn.ModuleList` (adapted encoder, pretrained encoder).
 
     Args:
         model: the model.
         inputs: images, or a mapping of the model's keyword arguments.
-        layer: name of the layer whose input is returned.
+        layer: name of the layer with the features as input.
 
     Raises:
         InputError: the model has no such layer, or does not use it.
@@ -56,7 +55,7 @@ def pooled(model: Any, inputs: Any, layer: str = "") -> Any:
     adapted = _features(model, inputs, layer)
     if not hasattr(model, "disable_adapter"):
         return adapted
-    # PEFT makes the parameters of an adapter that it activates again trainable.
+    # PEFT makes the parameters of an adapter trainable when it activates the adapter again.
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     with model.disable_adapter():
         pretrained = _features(model, inputs, layer)
@@ -86,8 +85,8 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
     if layer and not calls:
         raise InputError(f"layer: expected one that the model uses for its output, found {layer}")
     if not layer and modules:
-        taken = f"the input of its layer {calls[-1][0]}" if calls else "its output"
-        _warn_once(f"{type(base).__name__}: features are {taken}; layer= names another layer")
+        source = f"the input of its layer {calls[-1][0]}" if calls else "its output"
+        _warn_once(f"{type(base).__name__}: features are {source}; layer= names another layer")
     return calls[-1][1] if calls else output
 
 
@@ -98,7 +97,7 @@ def _named_layer(base: Any, name: str) -> Any:
 
 
 def _linear_layers(module: Any) -> dict[str, Any]:
-    return {name: it for name, it in module.named_modules() if hasattr(it, "in_features")}
+    return {name: sub for name, sub in module.named_modules() if hasattr(sub, "in_features")}
 
 
 def _base(model: Any) -> Any:
@@ -119,17 +118,15 @@ def _unwrapped(layer: Any) -> Any:
 def collect(
     model: nn.Module, loader: Iterable[Any], views: Views = pooled
 ) -> tuple[Float[Any, "n d"], Float[Any, "n e"] | None, Int[np.ndarray, " n"]]:
-    """Computes the features of a loader's images in evaluation mode, on the model's device.
+    """Returns adapted features, pretrained features or None, and labels of a loader's images.
+
+    The model computes in evaluation mode. Features stay on its device if JAX has the device.
 
     Args:
         model: the model; its training mode is restored.
         loader: batches (images, labels, ...), or dictionaries of the model's keyword arguments with
             `labels` or `label`; it may shuffle, since features and labels are read together.
         views: from model and images to the adapted features, or to a pair with pretrained features.
-
-    Returns:
-        Adapted features, pretrained features or None, and labels, as `fit_task` accepts them.
-        Features stay on the model's device if JAX has it.
 
     Raises:
         InputError: there is no batch, a batch has no integer labels, or features are not rows.
@@ -172,8 +169,11 @@ def _parts(batch: Any, device: torch.device) -> tuple[Any, Any]:
         return batch.to(device), None
     if isinstance(batch, Mapping):
         labels = [batch[name] for name in ("labels", "label") if name in batch]
-        tensors = {name: it for name, it in batch.items() if isinstance(it, torch.Tensor)}
-        inputs = {name: tensors[name].to(device) for name in tensors.keys() - {"labels", "label"}}
+        inputs = {
+            name: value.to(device)
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor) and name not in ("labels", "label")
+        }
         # A single tensor is a positional argument, since models name it differently.
         images = next(iter(inputs.values())) if len(inputs) == 1 else inputs
         return images, labels[0] if labels else None
@@ -206,11 +206,11 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
     weight = getattr(layer, "weight", None)
     is_linear = hasattr(layer, "in_features") and not hasattr(layer, "base_layer")
     if weight is None or weight.ndim != 2 or not is_linear:
-        found = type(layer).__name__
-        found += " that PEFT adapts (put it into modules_to_save)" * hasattr(layer, "base_layer")
+        kind = type(layer).__name__
+        kind += " that PEFT adapts (put it into modules_to_save)" * hasattr(layer, "base_layer")
         raise InputError(
             "layer: expected a linear layer, with a weight [classes, d], or a model and the name "
-            f"of one, found {found}"
+            f"of one, found {kind}"
         )
     bias = getattr(layer, "bias", None)
     bias = torch.zeros(len(weight)) if bias is None else bias
@@ -223,9 +223,9 @@ def _rows(features: Any) -> tuple[torch.Tensor, ...]:
     views = tuple(features) if isinstance(features, list | tuple) else (features,)
     for view in views:
         if getattr(view, "ndim", 0) != 2:
-            found = list(view.shape) if isinstance(view, torch.Tensor) else type(view).__name__
+            shape = list(view.shape) if isinstance(view, torch.Tensor) else type(view).__name__
             raise InputError(
-                f"features: expected one row per image, [n, d], found {found}; name the last layer "
+                f"features: expected one row per image, [n, d], found {shape}; name the last layer "
                 "by layer=, or give a function of model and images by views="
             )
     return views
@@ -234,8 +234,8 @@ def _rows(features: Any) -> tuple[torch.Tensor, ...]:
 class Calibrated(nn.Module):
     """A model whose forward returns calibrated scores of all classes, [n, classes].
 
-    `before_task` and `after_task` fit the calibrator, which may have been fitted before. The
-    predicted class has the largest score. Scores return to the device without a gradient.
+    `before_task` and `after_task` fit the calibrator, which may have earlier tasks. The class with
+    the largest score is the prediction. Scores have no gradient.
 
     The module can be copied, pickled and moved to a device. Its `state_dict` holds the calibrator
     and, between `before_task` and `after_task`, the features before the task, so that fitting
@@ -244,16 +244,16 @@ class Calibrated(nn.Module):
     Args:
         module: the model, or an `nn.ModuleList` of it and its pretrained state.
         calibrator: from `calibration.make` or `calibration.load`.
-        views: see `collect`; by default `pooled`. A pickled module needs a function with a name.
-        layer: name of the last layer, if `pooled` and `head_of` do not find it.
+        views: see `collect`; by default `pooled`. A module with a lambda cannot be pickled.
+        layer: name of the last layer, if `pooled` and `head_of` miss it.
 
     Attributes:
         classes: label of every column, ascending, [classes].
         previous: adapted features of a task's images before it is learned, None outside of a task.
 
     Raises:
-        InputError: `calibrator` is none; in `forward`, no task was fitted, or features have another
-            shape than the fitted ones.
+        InputError: `calibrator` is no calibrator; in `forward`, no task was fitted, or features
+        have another width than the fitted ones.
     """
 
     classes: torch.Tensor
@@ -267,8 +267,8 @@ class Calibrated(nn.Module):
     ):
         super().__init__()
         if not isinstance(calibrator, calibration.Calibrator):
-            found = type(calibrator).__name__
-            raise InputError(f"calibrator: expected one of calibration.make or load, found {found}")
+            kind = type(calibrator).__name__
+            raise InputError(f"calibrator: expected one of calibration.make or load, found {kind}")
         self.module, self.calibrator, self.layer = module, calibrator, layer
         self.views = views or functools.partial(pooled, layer=layer)
         self.previous: Float[Any, "n d"] | None = None

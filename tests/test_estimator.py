@@ -188,7 +188,7 @@ def one_class(estimator, tasks):
 MISTAKES = {
     "again": (
         part(0),
-        "class 0 belongs to an earlier task; a task's classes must be new; fit starts anew",
+        "class 0 belongs to an earlier task, and those of a task must be new; fit discards",
     ),
     "twice": (part(classes=[3, 4, 5, 6, 6]), "classes: expected each label once"),
     "head": (

@@ -1,5 +1,4 @@
-"""Comparators of FDC: each is a `Calibrator` and holds one idea.
+"""Comparators of FDC: calibrators of one idea, which need no feature of an old task again.
 
-Every score is per task, so that every method has a routing accuracy; methods that score classes
-give a task the score of its best class. No feature of an old task is needed again.
+Methods that score classes give a task the score of its best class.
 """

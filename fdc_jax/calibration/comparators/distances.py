@@ -1,9 +1,8 @@
-"""Classes as points and as Gaussians: the nearest one decides task and class.
+"""Comparators of class means and class Gaussians: the nearest class also chooses the task.
 
-Covariances are accumulated, inverted and factored in float64 on the host, because inverse
-covariances of n < d features have condition numbers beyond float32. What is stored is a float32
-factor F with S^-1 = F F', so that a distance is |(g - m) F|^2, a sum of squares that float32
-evaluates without cancellation.
+Covariances are inverted in float64 on the host, since those of n < d features have condition
+numbers beyond float32. The statistics have a float32 factor F with S^-1 = F F': a distance |(g - m)
+F|^2 is a sum of squares, which float32 computes without cancellation.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class NearestClassMean(Comparator):
     """Score of class c: the cosine of the feature g to the mean m_c of the class's raw features.
 
     With the pretrained view this is SimpleCIL (Zhou et al., "Revisiting Class-Incremental Learning
-    with Pre-Trained Models", 2023), as PILOT runs it. The adapted view compares E_T(x) with means
-    of E_t(D_t).
+    with Pre-Trained Models", 2023), as PILOT has it. In the adapted view, E_T(x) is compared with
+    means of E_t(D_t).
     """
 
     name = "ncm"
@@ -77,9 +76,9 @@ class FeCAM(Comparator):
     (divisor n - 1) of the class plus its mean diagonal on the diagonal, R_c that as a correlation
     matrix, and the distance (g/|g| - m_c)' R_c^-1 (g/|g| - m_c) with m_c not renormalised.
 
-    With far fewer images per class than dimensions it can rank a sample's own class last: R_c then
-    has its small eigenvalues along the class's own directions. That is the method's formula, not
-    rounding. A class of one image has S_c = 0; where nothing varies, R_c is the identity.
+    With far fewer images per class than dimensions, the formula can rank the class of a sample
+    last: R_c then has small eigenvalues along the directions of the class. A class of one image has
+    S_c = 0; if nothing varies, R_c is the identity.
     """
 
     name = "fecam"
@@ -104,7 +103,7 @@ def squared_distances(
     means: Float[np.ndarray, "c d"],
     factor: Float[np.ndarray, "d r"],
 ) -> Float[np.ndarray, "n c"]:
-    """Returns |(g - m) F|^2 for all rows g and means m, about a point amid the means."""
+    """Returns |(g - m) F|^2 of all rows g and means m, less the centre of the means."""
     centre = means.mean(axis=0)
     near, means, factor = map(float32, (features - centre, means - centre, factor))
     return in_blocks(_whitened, (means, factor), near)

@@ -1,7 +1,4 @@
-"""Routers over the heads' logits: controls for FDC, and ViM.
-
-All keep each head's local argmax as the class and differ in the score that picks the task.
-"""
+"""Comparators that choose the task by logits of the heads; its head predicts the class."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from fdc_jax.heads import NORM_FLOOR, Head, LinearHead
 
 
 class Raw(Comparator):
-    """Largest logit over all heads: s_t = max_c z_{t,c} (paper, Eq. raw). Stores nothing.
+    """Largest logit over all heads: s_t = max_c z_{t,c} (paper, Eq. raw).
 
-    The other methods of this file replace one step. They score a class by its task's score, less
-    what its logit lacks of the task's largest one.
+    The score of a class is that of its task, less the difference of the task's largest logit and
+    the class's own. The other methods of this file replace `_adjust` or `_task_score`.
     """
 
     name = "raw"
@@ -49,7 +46,7 @@ class Raw(Comparator):
         return Scores(np.stack(scores, axis=1), rows, self.classes), logits
 
     def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:
-        """Returns the logits of a head with which everything else is computed."""
+        """Returns the logits of a head that scores are computed from."""
         return logits
 
     def _task_score(self, task: int, logits: Any, features: Any) -> Float[np.ndarray, " n"]:
@@ -77,7 +74,7 @@ class LogitStandardisation(Raw):
 
 
 class Energy(Raw):
-    """s_t = log sum_c exp(z_{t,c}), the negative energy of each head by itself.
+    """s_t = log sum_c exp(z_{t,c}), the negative energy of a head.
 
     Liu et al., "Energy-based Out-of-distribution Detection" (2020), at temperature 1.
     """
@@ -89,7 +86,7 @@ class Energy(Raw):
 
 
 class MaximumSoftmax(Raw):
-    """s_t = max_c softmax_c(z_t), the confidence of each head within its own classes.
+    """s_t = max_c softmax_c(z_t), the confidence of a head within its classes.
 
     Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples"
     (2017). A head of one class is always certain.
@@ -102,10 +99,10 @@ class MaximumSoftmax(Raw):
 
 
 class NegativeEntropy(Raw):
-    """s_t = sum_c p_c log p_c of p = softmax(z_t): the head that hesitates least wins.
+    """s_t = sum_c p_c log p_c of p = softmax(z_t): the head with the least entropy.
 
-    The selection rule of entropy-based routers (the paper names GR-LoRA), here on heads that share
-    one encoder. A head of one class is always certain.
+    The rule of entropy-based routers (the paper names GR-LoRA), on heads that share an encoder. A
+    head of one class is always certain.
     """
 
     name = "entropy"
@@ -116,14 +113,11 @@ class NegativeEntropy(Raw):
 
 
 class WeightAligning(Raw):
-    """Heads rescaled to one mean row norm (Zhao et al., "Maintaining Discrimination and Fairness in
-    Class Incremental Learning", 2020). Weights alone, nothing stored.
+    """Largest logit of heads with the same mean row norm; raises InputError if all rows are zero.
 
-    With n_t the mean Euclidean norm of the rows of W_t: when task t arrives its rows are multiplied
-    by (mean norm of all earlier rows, already aligned) / n_t, which by induction is n_1 / n_t;
-    biases stay.
-
-    A head whose rows are all zero raises InputError.
+    Zhao et al., "Maintaining Discrimination and Fairness in Class Incremental Learning" (2020). The
+    rows of task t are multiplied by the mean norm of all earlier aligned rows over n_t, the mean
+    norm of their own, which by induction is n_1 / n_t. Biases stay.
     """
 
     name = "wa"
@@ -144,15 +138,14 @@ class WeightAligning(Raw):
 class VirtualLogitMatching(Raw):
     """s_t = logsumexp_c z_{t,c} - alpha_t |R_t' (g - u_t)|: ViM as a task router.
 
-    Wang et al., "ViM: Out-of-Distribution with Virtual-logit Matching" (2022), one detector per
-    head; among detectors the nearest relative of RLC. u_t = -W_t^+ b_t is the head's origin, R_t
-    the eigenvectors of the *uncentred* second moment about u_t past the leading D, alpha_t the mean
-    largest logit over the mean residual norm on the task's training features. Which head wins is
-    our use of it: ViM itself tells known from unknown for a single classifier.
+    Wang et al., "ViM: Out-of-Distribution with Virtual-logit Matching" (2022) detect inputs that
+    are unknown to one classifier; here every head has a detector, and the largest score chooses the
+    task. u_t = -W_t^+ b_t is the head's origin, R_t are the eigenvectors of the *uncentred* second
+    moment about u_t past the leading D, and alpha_t is the mean largest logit over the mean
+    residual norm on the task's training features.
 
-    D is the official 1000 for d >= 2048 and 512 for d >= 768, and d // 2 below. Never more than
-    half of the task's n - 1 directions are taken: with n <= D the training residual is zero and
-    alpha_t infinite, which small tasks (about 470 images in CUB-200) would otherwise meet.
+    D is the official 1000 for d >= 2048 and 512 for d >= 768, and d // 2 below, but at most half of
+    n - 1 for n training images: with n <= D the training residual is zero and alpha_t infinite.
     """
 
     name = "vim"

@@ -1,9 +1,8 @@
 """Ridge regression on random features: RanPAC and AnaCP.
 
-Random features and products of them, nearly all of the work, are float32 in JAX. Sums and solves
-are float64 on the host: a Gram matrix of thousands of correlated features has a condition number
-far beyond float32. It is by far the largest array: products are added to it a tile at a time, and
-the solve makes one copy.
+Random features and their products are float32 in JAX, sums and solves float64 on the host, since a
+Gram matrix of thousands of correlated features has a condition number far beyond float32. It is the
+largest array by far: products are added a tile at a time, and the solve makes one copy.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ class RanPAC(Comparator):
     """Ridge regression to one-hot labels on h = relu(g R), with R a Gaussian d x M matrix.
 
     McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning"
-    (2023). G += h'h and Q += h'Y over tasks; W = (G + lambda I)^-1 Q. After every task lambda is
-    the one of 10^-8 .. 10^8 with the least squared error on the last 20 % of the task's samples,
-    after a shuffle and a fit to the first 80 %. The last task's lambda holds. A task of one sample
-    keeps the previous one, at the start 1.
+    (2023). G += h'h and Q += h'Y over tasks; W = (G + lambda I)^-1 Q. Lambda is the one of 10^-8 ..
+    10^8 with the least squared error on the last 20 % of the last task's samples, after a shuffle
+    and a fit to the first 80 %. A task of one sample keeps the lambda before it, at the start 1.
 
     Lambda is at least the float32 machine epsilon times the trace of G: with fewer samples than M,
-    rounding makes eigenvalues of that size out of zeros. The float32 codes meet the same errors in
-    their validation and so avoid such a lambda; this code validates in float64.
+    rounding turns zero eigenvalues into eigenvalues of that size. Codes that validate in float32
+    meet these errors there and avoid such a lambda.
 
     Args:
         view: "adapted" or "pretrained".
@@ -55,7 +53,7 @@ class RanPAC(Comparator):
         self.projections = projections
         self.ridge = 1.0
         self.seed = seed
-        # Gives R first, then the shuffles.
+        # Draws R first, then the shuffles.
         self.random = np.random.default_rng(seed)
 
     def _collect(self, features, rows, head) -> Float[np.ndarray, "m c"]:
@@ -84,10 +82,7 @@ class RanPAC(Comparator):
 
 
 class Ridge(RanPAC):
-    """The same on h = (g, 1), the features themselves.
-
-    ACIL has it behind a random layer (Zhuang et al., 2022).
-    """
+    """RanPAC on the features themselves, h = (g, 1); ACIL (Zhuang et al., 2022) adds a layer."""
 
     name = "ridge"
 
@@ -96,7 +91,7 @@ class Ridge(RanPAC):
 
 
 class AnaCP(Comparator):
-    """Ridge maps pull features towards spread-out class means; a ridge classifier reads the result.
+    """A ridge classifier on features that ridge maps pull towards spread-out class means.
 
     Momeni et al., "AnaCP: Toward Upper-Bound Continual Learning via Analytic Contrastive
     Projection" (2025). With x = g/|g|, class means m_c, and S the pooled within-class scatter of x
@@ -109,12 +104,11 @@ class AnaCP(Comparator):
     3. Classifier: Gaussian pseudo-features N(m_c, S) per class through step 2, then
        gelu(. B') with B Gaussian D x d and ridge regression to one-hot labels.
 
-    Statistics of steps 1 and 2 accumulate over tasks; the maps are solved in `finalize`. The
-    authors' code departs from their paper, and this from it: there, un-whitening multiplies by
-    S^-1/2 again, the old covariance is weighted by a count that already includes the new task, and
-    1e-4 I is added to the first task's alone; and it adds 1 to the singular value that is zero
-    because the means are centred, too, which moves all targets along a direction made of rounding
-    errors. Step 3 samples, so scores depend on the seed.
+    Statistics of steps 1 and 2 accumulate over tasks; the maps are solved in `finalize`. Scores
+    depend on the seed, as step 3 samples. This is the paper; the authors' code multiplies by S^-1/2
+    again instead of S^1/2, weights the old covariance by a count with the new task, adds 1e-4 I for
+    the first task alone, and adds 1 also to the singular value that is zero since the means are
+    centred, which moves all targets along a direction of rounding errors.
 
     Args:
         view: "adapted" or "pretrained"; the method is meant for features that do not move.
@@ -190,8 +184,7 @@ def _spread(
     centre = means.mean(axis=0)
     whitened = (means - centre) @ (vectors / root) @ vectors.T
     left, singular, right = np.linalg.svd(whitened, full_matrices=False)
-    # Centred means span one dimension less than their number; the direction that the
-    # decomposition adds to fill up is rounding noise.
+    # Centred means span one dimension less than their number; one direction is rounding noise.
     spanned = singular > len(means) * np.finfo(np.float64).eps * singular[0]
     return unit((left * (singular + spanned)) @ right @ (vectors * root) @ vectors.T + centre)
 
@@ -208,7 +201,7 @@ def _onehot(rows: Int[np.ndarray, " n"]) -> Float[np.ndarray, "n c"]:
 
 
 def with_gram(total: np.ndarray | None, hidden: np.ndarray) -> Float[np.ndarray, "m m"]:
-    """Returns total + h'h, added in place: products of some rows in float32, sums in float64."""
+    """Returns total + h'h, added in place; products of rows are float32, sums float64."""
     size = hidden.shape[1]
     total = np.zeros((size, size)) if total is None else total
     tiles = [slice(start, start + TILE) for start in range(0, size, TILE)]
@@ -222,7 +215,7 @@ def with_gram(total: np.ndarray | None, hidden: np.ndarray) -> Float[np.ndarray,
 
 
 def _sums(hidden: np.ndarray, onehot: np.ndarray) -> Float[np.ndarray, "m c"]:
-    """Returns h'Y: products of some rows in float32, sums in float64."""
+    """Returns h'Y; products of rows are float32, sums float64. Raises InputError beyond float32."""
     total = np.zeros((hidden.shape[1], onehot.shape[1]))
     for start in range(0, len(hidden), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
@@ -283,11 +276,10 @@ def solve_ridge(
 def chosen_ridge(
     expanded: Float[np.ndarray, "n m"], onehot: Float[np.ndarray, "n c"], otherwise: float
 ) -> float:
-    """Returns the member of `RIDGES` with the least squared error on the last fifth of the rows.
+    """Returns the smallest of `RIDGES` with the least squared error on the last fifth of the rows.
 
-    All candidates share one eigendecomposition, of the smaller of the two Gram matrices of the
-    rows before: (H'H + l I)^-1 H'Y = H'(HH' + l I)^-1 Y. Ties go to the smallest; with a single
-    row, `otherwise`.
+    All candidates share the eigendecomposition of the smaller Gram matrix of the other rows:
+    (H'H + l I)^-1 H'Y = H'(HH' + l I)^-1 Y. With one row it returns `otherwise`.
     """
     split = int(0.8 * len(onehot))
     if not split:

@@ -1,0 +1,79 @@
+"""Anonymous memory of a process that fits and scores a folder of memory-mapped feature files.
+
+The pages of a file are not anonymous, a copy is. Samples of the memory are at most its peak, so
+that a busy machine does not make the test fail.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fdc_jax import heads
+from fdc_jax.features import feature_files
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH, CLASSES = 512, 10
+PROGRAM = """
+import sys, threading
+from fdc_jax import calibration
+from fdc_jax.features import feature_files
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+def watch(samples):
+    while not done.wait(0.001):
+        samples.append(anonymous())
+
+def fit_and_score(folder, method):
+    features = feature_files.load(folder)
+    features.fit(calibration.make(method)).score(features.test_adapted, features.test_pretrained)
+
+small, large = sys.argv[1:]
+for method in ("fdc", "gaussians"):
+    fit_and_score(small, method)  # compiles all programs
+    before, samples, done = anonymous(), [], threading.Event()
+    thread = threading.Thread(target=watch, args=[samples])
+    thread.start()
+    fit_and_score(large, method)
+    done.set()
+    thread.join()
+    print(method, max(samples) - before, len(samples))
+"""
+
+
+def write(folder, rows):
+    """Writes two tasks, a small one and one of `rows`; one large file serves as all its views."""
+    rng, centres = np.random.default_rng(0), np.zeros((CLASSES, WIDTH), np.float32)
+    centres[:, :CLASSES] = 8 * np.eye(CLASSES)
+    folder.mkdir()
+    labels = np.arange(rows) % CLASSES
+    features = centres[labels] + rng.random((rows, WIDTH), np.float32)
+    feature_files.write_test(folder, features)
+    head, few = heads.LinearHead(centres, np.zeros(CLASSES)), slice(2_000)
+    feature_files.write_task(folder, 0, features[few], labels[few], head, features[few])
+    feature_files.write_task(folder, 1, features[few], labels + CLASSES, head)
+    (folder / "train_adapted_1.npy").unlink()
+    for name in ("train_adapted_1", "train_pretrained_1", "train_previous_1", "test_pretrained"):
+        (folder / f"{name}.npy").symlink_to(folder / "test_adapted.npy")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc, as Linux has it")
+def test_no_memory_map_is_copied(tmp_path):
+    write(tmp_path / "small", 4_000)
+    write(tmp_path / "large", 30_000)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "small"), str(tmp_path / "large")],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one_map = (tmp_path / "large" / "test_adapted.npy").stat().st_size
+    for line in done.stdout.splitlines():
+        method, added, samples = line.split()
+        assert int(samples) > 10 and int(added) < one_map, (method, int(added) / one_map)
+    assert len(done.stdout.splitlines()) == 2
