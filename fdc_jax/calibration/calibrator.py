@@ -234,7 +234,7 @@ def weak_head(given: inputs.TaskInput, predicted: Int[np.ndarray, " n"] | None) 
     """
     count, rows = len(given.classes), given.rows
     if predicted is None:
-        some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), SAMPLES)).astype(int))
+        some = inputs.evenly_spaced(np.arange(len(rows)), SAMPLES)
         predicted = given.head.logits(inputs.float32(given.views[0][some])).argmax(axis=1)
         rows = rows[some]
     accuracy = float(np.mean(predicted == rows))

@@ -75,12 +75,6 @@ def held_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     return (index % EVERY == 0) & (counts[rows] > 1)
 
 
-def measured(images: Bool[np.ndarray, " n"]) -> Int[np.ndarray, " m"]:
-    """Returns the indices of at most 256 of some images, evenly spaced."""
-    rows = np.flatnonzero(images)
-    return rows[np.linspace(0, len(rows) - 1, min(len(rows), MEASURED)).astype(int)]
-
-
 def of_labels(
     probabilities: Float[np.ndarray, "n classes"],
     classes: Sequence[Int[np.ndarray, " c"]],

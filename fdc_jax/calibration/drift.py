@@ -21,7 +21,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Float, Int
 
-from fdc_jax.calibration.inputs import BLOCK_ROWS, float32
+from fdc_jax.calibration.inputs import BLOCK_ROWS, evenly_spaced, float32
 
 # Candidates of lambda; with the last one the map is a shift.
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, np.inf)
@@ -73,7 +73,7 @@ def fit_map(
         old, new = transform(before[rows]) - float32(mean), transform(after[rows]) - float32(target)
         return old, new - old
 
-    chosen = _evenly(np.arange(count), LEFT_OUT)
+    chosen = evenly_spaced(np.arange(count), LEFT_OUT)
     old, changes = centred(chosen)
     few = count < min(width, LEFT_OUT)
     if few:  # (X' X + l I)^-1 X' R = X' (X X' + l I)^-1 R, which is smaller.
@@ -118,8 +118,8 @@ def fit_map(
         matrix += old.T @ delta if few else delta
 
     class_errors, names = np.zeros((0, width)), np.unique([] if classes is None else classes)
-    for name in _evenly(names, CLASSES) if len(names) > 1 else []:
-        own = _evenly(np.flatnonzero(classes == name), OF_CLASS)
+    for name in evenly_spaced(names, CLASSES) if len(names) > 1 else []:
+        own = evenly_spaced(np.flatnonzero(classes == name), OF_CLASS)
         x, r = centred(own)
         rows = coordinates[own] if few else (x @ vectors) * scale
         # Without these images their errors are (I - H)^-1 e, with e and the hat matrix H of all.
@@ -130,8 +130,3 @@ def fit_map(
         class_errors = np.vstack([class_errors, error])
     covariance = residual.T @ residual / len(chosen)
     return AffineMap(matrix, target - mean @ matrix, RIDGES[best], covariance, class_errors)
-
-
-def _evenly(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns at most `most` of the values, evenly spaced."""
-    return values[np.linspace(0, len(values) - 1, min(len(values), most)).astype(int)]

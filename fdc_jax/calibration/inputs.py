@@ -102,6 +102,11 @@ def blocks(features: np.ndarray) -> Iterator[tuple[slice, Float[np.ndarray, "blo
         yield rows, float32(features[rows])
 
 
+def evenly_spaced(values: np.ndarray, most: int) -> np.ndarray:
+    """Returns at most `most` of the values, evenly spaced."""
+    return values[np.linspace(0, len(values) - 1, min(len(values), most)).astype(int)]
+
+
 def same_length(
     array: np.ndarray, other: np.ndarray, name: str, other_name: str = "the adapted features"
 ) -> None:

@@ -19,14 +19,14 @@ import numpy as np
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_npz, write_npz
 
-FORMAT = "fdc_jax calibrator, 10"
+FORMAT = "fdc_jax calibrator, 11"
 
 
 def write(path: str | os.PathLike[str], value: Any) -> None:
     """Writes a tree to a file, whole or not at all.
 
-    Nodes are lists, dictionaries, named tuples, dataclasses, random generators and objects with
-    `__getstate__`; leaves are NumPy arrays, numbers, texts, truth values and None.
+    Nodes are lists, dictionaries, named tuples, dataclasses and objects with `__getstate__`; leaves
+    are NumPy arrays, numbers, texts, truth values and None.
     """
     parts: dict[str, list[np.ndarray]] = {}
     tree = json.dumps(encode(value, parts))
@@ -79,8 +79,6 @@ def encode(value: Any, parts: dict[str, list[np.ndarray]]) -> Any:
         return [*map(inner, value)]
     if isinstance(value, dict):
         return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
-    if isinstance(value, np.random.Generator):
-        return {"generator": value.bit_generator.state}
     if isinstance(value, tuple):
         return {"tuple": [type(value).__name__, *map(inner, value)]}
     return {"object": [type(value).__name__, inner(value.__getstate__())]}
@@ -99,10 +97,6 @@ def decode(node: Any, arrays: Mapping[str, np.ndarray], types: Mapping[str, type
         return arrays[dtype][start : start + int(np.prod(shape))].reshape(shape).copy()
     if kind == "dict":
         return {inner(key): inner(item) for key, item in content}
-    if kind == "generator":
-        generator = np.random.default_rng()
-        generator.bit_generator.state = content
-        return generator
     name, *members = content
     if kind == "tuple":
         return tuple(map(inner, members)) if name == "tuple" else types[name](*map(inner, members))

@@ -65,6 +65,13 @@ def test_statistics_and_scores_equal_the_reference(kind, offset):
     assert_equal_scores(terms.fuse(), expected.score(adapted, pretrained))
 
 
+def test_affinities_may_be_standardised_over_the_tasks_of_an_input():
+    stream = streams.stream(7, 3)
+    probe = streams.probe_inputs(stream)
+    scores = streams.fitted(stream).terms(*probe).fuse(nearest=True)
+    assert_equal_scores(scores, streams.fitted_reference(stream, nearest=True).score(*probe))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_combination_of_components(kind):
     stream = streams.stream(7, 4)

@@ -141,7 +141,6 @@ def test_unknown_kinds_and_trees_are_refused_and_nothing_is_run(tmp_path):
         {"object": ["FDC", 5]},
         {"array": ["float32", 0, 4]},
         {"array": ["float64", 0, 4, 10**30]},
-        {"generator": {"bit_generator": "PCG64", "state": "touch ran"}},
         {"dict": [[[1], 2]]},
         {"eval": "touch ran"},
         {"tuple": [], "array": []},

@@ -53,14 +53,15 @@ class RanPAC(Comparator):
         self.projections = projections
         self.ridge = 1.0
         self.seed = seed
-        # Draws R first, then the shuffles.
-        self.random = np.random.default_rng(seed)
 
     def _collect(self, features, rows, head) -> Float[np.ndarray, "m c"]:
         projection = self._projection(features)
-        if not self.statistics and projection is not None:
-            self.random.standard_normal(projection.shape, np.float32)
-        order = self.random.permutation(len(rows))
+        # The seed draws R first, then the shuffle of every task.
+        random, order = np.random.default_rng(self.seed), np.zeros(0)
+        if projection is not None:
+            random.standard_normal(projection.shape, np.float32)
+        for count in (*map(np.sum, self.counts), len(rows)):
+            order = random.permutation(count)
         onehot = _onehot(rows[order])
         hidden = in_blocks(_hidden, projection, features[order])
         self.ridge = chosen_ridge(hidden, onehot, self.ridge)
