@@ -63,6 +63,7 @@ def write(folder, rows):
         (folder / f"{name}.npy").symlink_to(folder / "test_adapted.npy")
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc, as Linux has it")
 def test_no_memory_map_is_copied(tmp_path):
     write(tmp_path / "small", 4_000)

@@ -57,11 +57,11 @@ class RanPAC(Comparator):
     def _collect(self, features, rows, head) -> Float[np.ndarray, "m c"]:
         projection = self._projection(features)
         # The seed draws R first, then the shuffle of every task.
-        random, order = np.random.default_rng(self.seed), np.zeros(0)
+        random = np.random.default_rng(self.seed)
         if projection is not None:
             random.standard_normal(projection.shape, np.float32)
-        for count in (*map(np.sum, self.counts), len(rows)):
-            order = random.permutation(count)
+        sizes = [*(counts.sum() for counts in self.counts), len(rows)]
+        order = [random.permutation(size) for size in sizes][-1]
         onehot = _onehot(rows[order])
         hidden = in_blocks(_hidden, projection, features[order])
         self.ridge = chosen_ridge(hidden, onehot, self.ridge)
