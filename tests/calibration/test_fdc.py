@@ -276,6 +276,10 @@ def test_storage_bytes_by_the_paper():
     frozen = streams.fitted(stream, adapted_view_weight=0.0)
     without = 16 * adapted + 12 * (pretrained + 3 + classes) + 2 * 3 + 4 * 3 + 3
     assert frozen.storage_bytes == 4 * without
+    # A single task has no foreign reference.
+    alone = streams.fitted(stream[:1], dual=False)
+    rows = len(alone.tasks[0].views[0].basis) + 1 + len(stream[0].bias)
+    assert alone.storage_bytes == 4 * (16 * rows + 2 + 4)
 
 
 def test_class_scores_rank_a_tasks_classes_like_its_filtered_logits():
