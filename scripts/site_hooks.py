@@ -69,9 +69,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Converts TeX to MathML, and inserts line breaks into long names."""
+    """Converts TeX to MathML, inserts line breaks into long names, and keeps them out of a ± b."""
     content = _CODE.sub(lambda match: _LONG.sub(_breakable, match[0]), content)
-    return _FORMULA.sub(_mathml, content)
+    return _FORMULA.sub(_mathml, content).replace(" ± ", "\u00a0±\u00a0")
 
 
 def _breakable(match: re.Match[str]) -> str:
