@@ -16,7 +16,7 @@ from fdc_jax.model.vit import Factors, Increment, KeyValueKernels, Variant
 
 
 def draw_flat(draw: Callable, key: Array, shape: tuple[int, ...], **bounds: float) -> Array:
-    """Returns numbers by `draw`, a function of `jax.random`, drawn on one axis and reshaped.
+    """Returns an array of a shape, drawn as one axis by `draw`, a function of `jax.random`.
 
     XLA takes seconds to compile a draw of three axes for a CPU.
     """
@@ -25,21 +25,21 @@ def draw_flat(draw: Callable, key: Array, shape: tuple[int, ...], **bounds: floa
 
 def initialise(key: Array, variant: Variant, rank: int) -> Increment:
     """Returns a fresh increment: A uniform in +-1/sqrt(width), B zero (the LoRA convention)."""
-    depth, width, bound = variant.depth, variant.width, variant.width**-0.5
+    depth, width = variant.depth, variant.width
 
-    def factors(key):
-        shape = (depth, width, rank)
-        A = draw_flat(jax.random.uniform, key, shape, minval=-bound, maxval=bound)
+    def factors(random_key):
+        shape, bound = (depth, width, rank), width**-0.5
+        A = draw_flat(jax.random.uniform, random_key, shape, minval=-bound, maxval=bound)
         return Factors(A=A, B=jnp.zeros((depth, rank, width)))
 
-    key_of_key, key_of_value = jax.random.split(key)
-    return Increment(key=factors(key_of_key), value=factors(key_of_value))
+    random_keys = jax.random.split(key)
+    return Increment(key=factors(random_keys[0]), value=factors(random_keys[1]))
 
 
 def empty_stack(variant: Variant, rank: int, num_tasks: int) -> Increment:
     """Returns zero increments with a leading task axis of length `num_tasks`."""
-    one = jax.eval_shape(lambda: initialise(jax.random.key(0), variant, rank))
-    return jax.tree.map(lambda leaf: jnp.zeros((num_tasks, *leaf.shape)), one)
+    shapes = jax.eval_shape(lambda: initialise(jax.random.key(0), variant, rank))
+    return jax.tree.map(lambda leaf: jnp.zeros((num_tasks, *leaf.shape)), shapes)
 
 
 @jax.jit
@@ -54,12 +54,12 @@ def select(stack: Increment, task: int | Int[Array, ""]) -> Increment:
 
 
 def products(increment: Increment) -> KeyValueKernels:
-    """Returns the products of an increment's factors, which kernels gain, in float32."""
+    """Returns what an increment adds to the kernels: A B, the transposed B_k A_k, in float32."""
 
     def product(factors: Factors) -> Float[Array, "l d d"]:
-        highest = jax.lax.Precision.HIGHEST
-        A = factors["A"] * factors["scale"][:, None] if "scale" in factors else factors["A"]
-        return jnp.einsum("ldr,lre->lde", A, factors["B"], precision=highest)
+        scaled = "scale" in factors
+        A = factors["A"] * factors["scale"][:, None] if scaled else factors["A"]
+        return jnp.einsum("ldr,lre->lde", A, factors["B"], precision="highest")
 
     return KeyValueKernels(key=product(increment["key"]), value=product(increment["value"]))
 

@@ -42,17 +42,17 @@ class Weights(NamedTuple):
     params: Any
     path: Path
     sha256: str
-    skipped: tuple[str, ...]
+    skipped: tuple[str, ...]  # names of the arrays that are no parameters
     resized_positions: bool
 
 
 def locate(
     weights: str, variant: str, folder: str | os.PathLike[str], show_progress: bool = True
 ) -> Path:
-    """Returns the path of pretrained weights: a file, or the file of a name in `NAMED`.
+    """Returns the path of pretrained weights: a file itself, or the file of a name in `NAMED`.
 
-    `augreg` is the public ImageNet-21k checkpoint of the variant, downloaded to the folder if it is
-    not there; `digits` is the package's small encoder.
+    `augreg` is the public ImageNet-21k checkpoint of the variant, downloaded to the folder unless
+    it is there; `digits` is the package's small encoder.
 
     Raises:
         InputError: the file does not exist, or the download fails.
@@ -74,16 +74,15 @@ def locate(
 
 
 def by_checksum(digest: str, variant: str, folder: Path) -> str:
-    """Returns the name in `NAMED` of the weights with a SHA-256, or "" if they are not on the disk.
-
-    Variant and folder are those of `locate`.
-    """
-    files = {"digits": DIGITS_WEIGHTS, "augreg": folder / AUGREG_FILES.get(variant, "absent")}
-    return next((n for n, path in files.items() if path.is_file() and sha256(path) == digest), "")
+    """Returns the name in `NAMED` of the file with a SHA-256, "" if none has it; see `locate`."""
+    if sha256(DIGITS_WEIGHTS) == digest:
+        return "digits"
+    path = folder / AUGREG_FILES.get(variant, "")
+    return "augreg" if path.is_file() and sha256(path) == digest else ""
 
 
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
-    """Returns the name and the architecture of a configuration's encoder, which a file determines.
+    """Returns the name and the architecture of an encoder, of a file by `layouts.describe`.
 
     Raises:
         InputError: the name or the file does not exist, or the file holds no supported encoder.
@@ -111,7 +110,7 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
     """Downloads a file of a storage bucket and checks it against the bucket's MD5.
 
     Raises:
-        InputError: the connection fails or the checksum differs; names the file to put in place.
+        InputError: the connection fails or the checksum differs; tells where to put the file.
     """
     import pooch
 
@@ -124,19 +123,18 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
         if md5 is None:
             raise ValueError(f"{url} sends no MD5")
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = "md5:" + base64.b64decode(md5[1]).hex()
+        checksum = "md5:" + base64.b64decode(md5[1]).hex()
         # pooch writes to a temporary file and moves it if the checksum agrees.
-        pooch.retrieve(url, known, path.name, path.parent, progressbar=show_progress)
+        pooch.retrieve(url, checksum, path.name, path.parent, progressbar=show_progress)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise InputError(f"cannot download weights ({reason}): {by_hand}") from error
 
 
 def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: int) -> Weights:
-    """Returns the parameter tree of a checkpoint, for images of a side in pixels.
+    """Returns the parameter tree of a checkpoint, for images of `image_size` pixels a side.
 
-    Every array of the file is used or named in `skipped`; position embeddings are resized if the
-    patch grid differs.
+    Every array is used or named in `skipped`. Position embeddings are resized to the patch grid.
 
     Raises:
         InputError: the file is unreadable, or an array is missing, unknown or of another shape.
@@ -149,33 +147,34 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
     if prefix:
         _log.warning("%s: ignored %r, with which the names of all arrays begin", path, prefix)
     arrays = layouts.rename(stored, path)
-    positions = resized = arrays.get(layouts.POSITIONS)
+    positions, resized = arrays.get(layouts.POSITIONS), False
     if positions is not None and positions.ndim == 3 and not model.variant.rotary:
         length, tokens = expected[layouts.POSITIONS].shape[1], model.variant.tokens
-        resized = arrays[layouts.POSITIONS] = resize_positions(positions, length, path, tokens)
+        resized = positions.shape[1] != length
+        arrays[layouts.POSITIONS] = resize_positions(positions, length, path, tokens)
     missing, unknown = sorted({*expected} - {*arrays}), sorted({*arrays} - {*expected})
-    name = variant if isinstance(variant, str) else f"{model.variant.width} wide"
-    prefix = f"{path}: expected the weights of encoder.variant {name}, found"
+    encoder = variant if isinstance(variant, str) else f"{model.variant.width} wide"
+    mismatch = f"{path}: expected the weights of encoder.variant {encoder}, found"
     if missing or unknown:
         raise InputError(
-            f"{prefix} {len(missing)} arrays missing{_first(missing)}, "
+            f"{mismatch} {len(missing)} arrays missing{_first(missing)}, "
             f"{len(unknown)} unknown{_first(unknown)}"
         )
     for name, spec in expected.items():
         array, shape = arrays[name], spec.shape
         if array.ndim == len(shape) - 1 and array.size == math.prod(shape):
-            array = arrays[name] = array.reshape(shape)  # Attentions are divided into heads.
+            array = arrays[name] = array.reshape(shape)  # Attention is divided into heads.
         if array.shape != shape:
-            raise InputError(f"{prefix} {name} of shape {array.shape}, expected {shape}")
+            raise InputError(f"{mismatch} {name} of shape {array.shape}, expected {shape}")
         if not (jnp.issubdtype(array.dtype, jnp.floating) and np.isfinite(array).all()):
             raise InputError(f"{path}: {name}: expected finite numbers, found others")
-    wide = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
-    params, skipped = traverse_util.unflatten_dict(wide, sep="/"), layouts.skipped(stored)
-    return Weights(params, path, sha256(path), skipped, resized is not positions)
+    flat = {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}
+    params = traverse_util.unflatten_dict(flat, sep="/")
+    return Weights(params, path, sha256(path), layouts.skipped(stored), resized)
 
 
 def used(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a checkpoint that become parameters, under their own names."""
+    """Returns the arrays of a checkpoint that become parameters, under their names in the file."""
     return layouts.used(_read(Path(path))[0])
 
 
@@ -206,16 +205,17 @@ def _read(path: Path) -> tuple[dict[str, np.ndarray], str]:
 def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int = 1) -> np.ndarray:
     """Returns position embeddings [1, tokens + g*g, d] resized to `length` positions, as in timm.
 
-    Those of the learned tokens stay; the grid is resized by antialiased bicubic interpolation. If
-    the length fits, the result is the array itself.
+    Embeddings of tokens that are no patches stay; the patch grid is resized by antialiased bicubic
+    interpolation. If the length fits, the result is the array itself.
 
     Raises:
         InputError: the number of patch positions is not a square.
     """
     if embedding.shape[1] == length:
         return embedding
-    old, new = (math.isqrt(max(n - tokens, 0)) for n in (embedding.shape[1], length))
-    if old < 1 or old**2 != embedding.shape[1] - tokens:
+    patches = embedding.shape[1] - tokens
+    old, new = math.isqrt(max(patches, 0)), math.isqrt(length - tokens)
+    if old < 1 or old**2 != patches:
         raise InputError(
             f"{path}: {layouts.POSITIONS} has {embedding.shape[1]} positions, "
             f"expected {'one' if tokens == 1 else tokens} plus a square number"
