@@ -40,8 +40,8 @@ def stack(arrays: Sequence[np.ndarray], size: int, fill: float = 0.0) -> np.ndar
     return np.stack([padded(np.asarray(array), size, fill) for array in arrays])
 
 
-def placed(count: int, array: Any) -> Array:
-    """Returns an array on the device, in float32, padded with zeros."""
+def to_device(count: int, array: Any) -> Array:
+    """Returns an array on the device, in float32, padded with zeros to a leading size `count`."""
     return jax.device_put(padded(np.asarray(array, np.float32), count))
 
 

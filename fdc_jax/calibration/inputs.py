@@ -1,7 +1,7 @@
 """Features, labels and heads as calibrators accept them: their checks, and blocks of rows.
 
-Arrays are of NumPy, memory maps among them, of JAX, or of any library that offers `__array__` or
-`__dlpack__`. Error lines count tasks from 0.
+Arrays come from NumPy (memory maps included), JAX, or any library that offers `__array__` or
+`__dlpack__`. Error messages count tasks from 0.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ def name_of(part: str, task: int) -> str:
 
 
 def host_array(value: Any, name: str) -> np.ndarray:
-    """Returns an array of any library as one of NumPy, a view if possible; reads no memory map.
+    """Returns an array of any library as a NumPy array, a view if possible; reads no memory map.
 
-    Raises:
-        InputError: `value` is no array, or is on devices of another process.
+    Raises InputError if `value` is no array, or is on devices of another process.
     """
     if isinstance(value, np.ndarray):
         return value
     reason: Exception | str = f"found {type(value).__name__}"
-    # Unlike NumPy's reader of `__dlpack__`, JAX's knows bfloat16.
-    readers = {"__array__": np.asarray, "__dlpack__": lambda it: np.asarray(jnp.from_dlpack(it))}
-    for protocol, read in readers.items():
-        if hasattr(value, protocol) or (read is np.asarray and isinstance(value, list | tuple)):
-            try:
-                return read(value)
-            except (TypeError, ValueError, RuntimeError, BufferError) as error:
-                reason = error
+    readers: list[Any] = []
+    if hasattr(value, "__array__") or isinstance(value, list | tuple):
+        readers.append(np.asarray)
+    if hasattr(value, "__dlpack__"):  # Unlike NumPy's reader, JAX's knows bfloat16.
+        readers.append(lambda array: np.asarray(jnp.from_dlpack(array)))
+    for read in readers:
+        try:
+            return read(value)
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+            reason = error
     raise InputError(f"{name}: cannot be read as an array: {reason}")
 
 
 def feature_array(value: Any, name: str, width: int | None = None) -> Any:
     """Returns features [n, width] after checks, in their number type; JAX arrays stay in place.
 
-    Raises:
-        InputError: the array is not two-dimensional, has no columns, another width or other than
-            real numbers, or has a row that is not finite in float32.
+    Raises InputError if the array is not two-dimensional, has no columns or another width, does not
+    hold real numbers, or has a row that is not finite in float32.
     """
-    stays = isinstance(value, jax.Array) and value.is_fully_addressable
-    array: Any = value if stays else host_array(value, name)
+    on_devices = isinstance(value, jax.Array) and value.is_fully_addressable
+    array: Any = value if on_devices else host_array(value, name)
     if array.ndim != 2 or array.shape[1] == 0:
         raise InputError(f"{name}: expected shape [samples, width], found {list(array.shape)}")
     check_real(array, name)
@@ -131,7 +131,7 @@ def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
 def score_views(
     adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
 ) -> list[Any]:
-    """Returns the checked features of a batch by view; `widths` are those of the tasks."""
+    """Returns the checked features of a batch by view; `widths` are those of the fitted views."""
     if pretrained is None and len(widths) == 2 and needs_pretrained:
         raise InputError(
             "pretrained features: expected, since the tasks were fitted with them; leave them "
@@ -171,16 +171,17 @@ def task_views(
     adapted: Any, labels: Any, pretrained: Any, task: int, widths: Sequence[int]
 ) -> tuple[list[Any], Int[np.ndarray, " n"]]:
     """Returns the checked features by view and labels of a task; `widths` are of earlier tasks."""
-    *names, name = [name_of(part, task) for part in (*(f"{v} features" for v in VIEWS), "labels")]
-    if widths and len(widths) != 2 - (pretrained is None):
+    names = [name_of(f"{view} features", task) for view in VIEWS]
+    given = [adapted] if pretrained is None else [adapted, pretrained]
+    if widths and len(widths) != len(given):
         had, has = ("none", "some") if len(widths) == 1 else ("some", "none")
         raise InputError(
             f"{names[1]}: earlier tasks had {had}, this one has {has}; "
             "give them for all tasks or for none"
         )
-    given = [adapted] if pretrained is None else [adapted, pretrained]
-    columns = zip(given, names, widths or (None, None), strict=False)
-    views = [feature_array(*column) for column in columns]
+    triples = zip(given, names, widths or (None, None), strict=False)
+    views = [feature_array(*triple) for triple in triples]
+    name = name_of("labels", task)
     labels = label_array(labels, name)
     same_length(views[-1], views[0], names[1])
     same_length(labels, views[0], name)
@@ -198,12 +199,12 @@ def task_classes(
 ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
     """Returns the label and the number of samples of each head row.
 
-    By default, `named` being None, labels are in ascending order. Without a head `num_rows` is
-    None. Raises InputError if `named` or the head does not suit the labels.
+    If `named` is None, the rows have the labels of the samples in ascending order. Without a head
+    `num_rows` is None. Raises InputError if `named` or the head does not fit the labels.
     """
-    name = name_of("classes", task)
-    values, times = np.unique(labels, return_counts=True)
-    classes = values if named is None else label_array(named, name)
+    name, labels_name = name_of("classes", task), name_of("labels", task)
+    present, counts = np.unique(labels, return_counts=True)
+    classes = present if named is None else label_array(named, name)
     if len(np.unique(classes)) < len(classes):
         raise InputError(f"{name}: a label is named twice")
     if num_rows not in (None, len(classes)):
@@ -212,11 +213,11 @@ def task_classes(
             hint = "where a class has no sample, name the labels"
             rest = f"the samples have {len(classes)}; {hint}"
         raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {rest}")
-    check_new(classes, name_of("labels", task), earlier)
+    check_new(classes, labels_name, earlier)
     if not (known := np.isin(labels, classes)).all():
-        row, name = int(np.argmin(known)), name_of("labels", task)
-        raise InputError(f"{name}: label {labels[row]} at row {row} is none of the head's classes")
-    samples = dict(zip(values.tolist(), times.tolist(), strict=True))
+        label = labels[row := int(np.argmin(known))]
+        raise InputError(f"{labels_name}: label {label} at row {row} is none of the head's classes")
+    samples = dict(zip(present.tolist(), counts.tolist(), strict=True))
     return classes, np.array([samples.get(label, 0) for label in classes.tolist()], np.int64)
 
 
@@ -230,11 +231,10 @@ def check_new(
 
 
 def checked_head(head: Any, part: str, task: int, width: int, like: Any) -> Any:
-    """Returns a head of `heads.KINDS` with float32 arrays, for features of a width.
+    """Returns a head of `heads.KINDS` for features of a width, with float32 arrays; a bias is [c].
 
-    Raises:
-        InputError: the head has another type or another kind than the head `like`, or an array that
-            is not [c, width] or [c], not of real numbers, or not finite.
+    `part` is its name in messages. Raises InputError if the head is of another kind than the head
+    `like`, or an array has another shape, other than real numbers, or a row that is not finite.
     """
     name = name_of(part, task)
     if type(head) not in KINDS:
@@ -253,7 +253,7 @@ def checked_head(head: Any, part: str, task: int, width: int, like: Any) -> Any:
         array = host_array(np.asarray(value) if number else value, names[field])
         check_real(array, names[field])
         parts[field] = float32(array).copy()  # The caller may train the head further.
-    matrix, *others = parts
+    matrix, *others = head._fields
     rows = parts[matrix]
     if rows.ndim != 2 or len(rows) == 0 or rows.shape[1] != width:
         expected = f"shape [classes, {width}]"

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import compiled, inputs
-from fdc_jax.calibration.compiled import padded_size, stack
+from fdc_jax.calibration import inputs
+from fdc_jax.calibration.compiled import padded_size, stack, to_device
 from fdc_jax.errors import InputError
 from fdc_jax.heads import unit
 
-# Table current-ablation, and the views of Table plugin without TSF, as arguments of `Terms.fuse`.
+# Rows of Table current-ablation, then of Table plugin with one view: switches of `Terms.fuse`.
 COMPONENTS = {
     "raw": {"tsf": False, "rlc": False, "pac": False},
     "tsf": {"rlc": False, "pac": False},
@@ -50,7 +50,7 @@ class Settings:
             value, kind = getattr(self, field.name), type(field.default)
             least, noun = (1, "count") if kind is int else (0, "finite number")
             real = issubclass(type(value), Real) and not isinstance(value, bool)
-            if not (real and abs(value) < 1e300 and kind(value) == value >= least):
+            if not (real and abs(value) < 1e300 and kind(value) == value and value >= least):
                 raise InputError(f"{field.name}: expected a {noun} from {least}, found {value!r}")
             object.__setattr__(self, field.name, kind(value))
         if not 0.0 < self.retained_energy <= 1.0:
@@ -69,7 +69,7 @@ class View(NamedTuple):
     """Statistics of a task in one view; moments are population mean and standard deviation."""
 
     mean: Float[np.ndarray, " d"]  # m_t
-    basis: Float[np.ndarray, "r d"]  # U_t; no row if nothing varies
+    basis: Float[np.ndarray, "r d"]  # U_t; no rows if the features are equal
     prototypes: Float[np.ndarray, "c d"]  # p_{t,c}; zero for classes without an image
     residual: tuple[float, float] = (0.0, 1.0)  # moments of rho_t on the task's samples
     affinity: tuple[float, float] = (0.0, 1.0)  # moments of A_t on the task's samples
@@ -92,7 +92,7 @@ class Foreign(NamedTuple):
 
 
 class PackedTasks(NamedTuple):
-    """Statistics of several tasks in one view, as padded arrays on the device."""
+    """Statistics of tasks in one view, padded, on the device; see `fdc.cosine_distance`."""
 
     mean: Float[Array, "t d"]
     basis: Float[Array, "t r d"]
@@ -102,13 +102,14 @@ class PackedTasks(NamedTuple):
     residual: Float[Array, "t 2"]  # moments of rho_t
     distance: Float[Array, "t 2"]  # moments of 1 - A_t
     scales: Float[Array, "t 2"]  # sigma_t without and with TSF; 0 for padding tasks
-    heads: tuple[Array, Array] | None  # W_t (line 9: and W~_t), b_t; None in the pretrained view
+    heads: tuple[Array, Array] | None  # W_t, b_t in the adapted view; `fdc.pack` appends W~_t
 
 
 def subspaces(views: Sequence[View], size: int) -> tuple[Array, Array]:
-    """Returns m_t and U_t of tasks in one view on the device, padded to a number of tasks."""
-    bases = stack([view.basis for view in views], padded_size(max(len(v.basis) for v in views), 16))
-    return compiled.placed(size, [view.mean for view in views]), compiled.placed(size, bases)
+    """Returns m_t and U_t of tasks in one view on the device, padded to `size` tasks."""
+    rank = padded_size(max(len(view.basis) for view in views), 16)
+    bases = to_device(size, stack([view.basis for view in views], rank))
+    return to_device(size, [view.mean for view in views]), bases
 
 
 def pack(tasks: Sequence[Task], counts: Sequence[Any], heads: Any, pad: bool) -> list[PackedTasks]:
@@ -116,10 +117,14 @@ def pack(tasks: Sequence[Task], counts: Sequence[Any], heads: Any, pad: bool) ->
 
     `counts` are samples of each class, by task; `pad` pads the number of tasks.
     """
-    size, packed = padded_size(len(tasks), 8) if pad else len(tasks), []
-    most, put = max(map(len, counts)), partial(compiled.placed, size)
-    classes = padded_size(most + 1, 8) - 1  # With m^ a multiple of 8: products are fast.
-    for views in zip(*(task.views for task in tasks), strict=True):
+    size = padded_size(len(tasks), 8) if pad else len(tasks)
+    put, most = partial(to_device, size), max(map(len, counts))
+    forms, rows = [head.affine for head in heads], padded_size(most, 4)
+    biases = stack([np.broadcast_to(form.bias, len(form.rows)) for form in forms], rows, -np.inf)
+    affine = put(stack([form.rows for form in forms], rows)), put(biases)
+    classes = padded_size(most + 1, 8) - 1  # With the row of m^ a multiple of 8, for fast products.
+    packed: list[PackedTasks] = []
+    for index, views in enumerate(zip(*(task.views for task in tasks), strict=True)):
         mean, basis = subspaces(views, size)
         # In float64: the differences are small.
         means = np.array([view.mean for view in views], float)
@@ -127,12 +132,6 @@ def pack(tasks: Sequence[Task], counts: Sequence[Any], heads: Any, pad: bool) ->
         lengths, unit_means = np.linalg.norm(means, axis=1), unit(means)[:, None]
         offset = lengths[:, None] - np.einsum("tcd,td->tc", prototypes, means)
         offset[stack(counts, classes) == 0] = np.inf
-        affine = None
-        if not packed:
-            forms, rows = [head.affine for head in heads], padded_size(most, 4)
-            weights = put(stack([form.rows for form in forms], rows))
-            biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
-            affine = weights, put(stack(biases, rows, -np.inf))
         packed.append(
             PackedTasks(
                 mean,
@@ -143,7 +142,7 @@ def pack(tasks: Sequence[Task], counts: Sequence[Any], heads: Any, pad: bool) ->
                 residual=put([view.residual for view in views]),
                 distance=put([(1.0 - view.affinity[0], view.affinity[1]) for view in views]),
                 scales=put([(task.raw_scale, task.filtered_scale) for task in tasks]),
-                heads=affine,
+                heads=affine if index == 0 else None,
             )
         )
     return packed
