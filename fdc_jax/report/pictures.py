@@ -88,7 +88,7 @@ def load(run: Any) -> Pictures:
 
 
 def without_images(run: Any) -> str:
-    """Returns the reason for no images, as in runs of `fdc posthoc`; "" if a run has images."""
+    """Returns why a run has no images, such as one of `fdc posthoc`; "" if it has images."""
     return "" if "encoder" in run.results else "Features of other code have no images."
 
 
@@ -98,15 +98,15 @@ def class_name(names: Sequence[str], label: int) -> str:
 
 
 def spaced(rows: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " k"]:
-    """Returns all rows, or `most` evenly spaced ones."""
-    most = min(len(rows), most)
-    return rows[((np.arange(most) + 0.5) * len(rows) / max(most, 1)).astype(int)]
+    """Returns all rows, or the middle ones of `most` equal parts."""
+    count = min(len(rows), most)
+    return rows[((np.arange(count) + 0.5) * len(rows) / max(count, 1)).astype(int)]
 
 
 def _evidence(
     run: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
 ) -> list[list[Evidence]]:
-    """Returns the evidence by row, empty if it does not explain the prediction."""
+    """Returns the evidence by row; empty if the calibrator does not repeat the prediction."""
     paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
     views = [read_npy(path)[rows] for path in paths if path.exists()]
     try:
@@ -115,17 +115,17 @@ def _evidence(
         terms = None
     if terms is None:
         return [[] for _ in rows]
+    scores = terms.fuse()
+    parts = {EVIDENCE[column]: part for column, part in parts_of_score(terms).items()}
+    parts["FDC score"] = scores.task_scores
     true, raw, fdc = (columns[name][rows] for name in ("task", "raw_task", "fdc_task"))
-    scores, tasks = terms.fuse(), (true, np.where(raw != true, raw, fdc))
-    parts = [*parts_of_score(terms).values(), scores.task_scores]
-    names = [*[*EVIDENCE.values()][: len(parts) - 1], "FDC score"]
-    values = np.stack([[part[range(len(rows)), t] for part in parts] for t in tasks], axis=2)
-    return [
-        [Evidence(name, *pair) for name, pair in zip(names, values[:, i].tolist(), strict=True)]
-        if agrees
-        else []
-        for i, agrees in enumerate(scores.task == fdc)
-    ]
+    wrong = np.where(raw != true, raw, fdc)
+
+    def of_row(row: int) -> list[Evidence]:
+        pairs = {name: part[row, [true[row], wrong[row]]] for name, part in parts.items()}
+        return [Evidence(name, *pair.tolist()) for name, pair in pairs.items()]
+
+    return [of_row(row) if scores.task[row] == fdc[row] else [] for row in range(len(rows))]
 
 
 def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:
@@ -134,7 +134,7 @@ def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:
 
 
 def data_uri(image: UInt8[np.ndarray, "h w 3"], side: int = _SIDE) -> str:
-    """Returns a small image as PNG, a larger one as JPEG of at most `side` pixels."""
+    """Returns the data URI of an image: PNG if it is small, else JPEG of at most `side` pixels."""
     picture, file = Image.fromarray(np.asarray(image)), io.BytesIO()
     kind = "png" if is_small(image) else "jpeg"
     picture.thumbnail((side, side))
