@@ -1,4 +1,4 @@
-"""The images of one run: batches to train on, features in all views to fit and to score."""
+"""The images of one run: batches for training, and features of all views for calibrators."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -28,11 +28,11 @@ class RunImages:
 
     def __init__(self, setup: Setup, seed: int, poll: Callable[[], None]):
         self._setup, self._seed, self._poll = setup, seed, poll
-        # Training images of the current task, in the memory that test images leave.
+        # The memory that test images leave has the decoded training images of the current task.
         self._decoded = setup.test_images
 
     def batches(self, task: int, epochs: int = 1, start_step: int = 0) -> TrainBatches:
-        """Returns the augmented batches of a task from a step on, before they are placed."""
+        """Returns the augmented batches of a task from a step on, on the host."""
         return TrainBatches(
             *self._labelled(task),
             seed=self._seed,
@@ -70,22 +70,22 @@ class RunImages:
 
         Those of E_0 are kept for other seeds and learners; the decoded images are forgotten.
         """
-        setup, cache, encoders = self._setup, self._setup.pretrained_features, [encoder]
+        setup, cache = self._setup, self._setup.pretrained_features
         key = f"train_{task:03d}", setup.tasks.train_indices[task]
         pretrained = cache.find(*key) if setup.pretrained_view else None
         if not setup.learner.trains:
             adapted = self._pretrained(task)
+        elif setup.pretrained_view and pretrained is None:
+            encoders = [encoder, vit.pretrained_kernels(setup.backbone)]
+            adapted, pretrained = self._extract(encoders, self._plain(task))
+            cache.keep(*key, pretrained)
         else:
-            if setup.pretrained_view and pretrained is None:
-                encoders.append(vit.pretrained_kernels(setup.backbone))
-            adapted, *new = self._extract(encoders, self._plain(task))
-            for pretrained in new:
-                cache.keep(*key, pretrained)
+            (adapted,) = self._extract([encoder], self._plain(task))
         self._decoded.forget("decoded")
         return adapted, pretrained
 
     def _pretrained(self, task: int) -> Extraction:
-        """Returns features of a task's training images by E_0, which are kept for other runs."""
+        """Returns features of a task's training images by E_0, and keeps them for other runs."""
         setup, cache = self._setup, self._setup.pretrained_features
         key = f"train_{task:03d}", setup.tasks.train_indices[task]
         extraction = cache.find(*key)
@@ -104,17 +104,16 @@ class RunImages:
             batches = EvaluationBatches(setup.tasks.test, indices, None, **options)
             return self._extract([encoder], batches)[0]
 
-        trains = setup.learner.trains
-        adapted = extract(encoder, indices[:count]) if trains else None
-        if adapted and not setup.pretrained_view:
+        adapted = extract(encoder, indices[:count]) if setup.learner.trains else None
+        if adapted is not None and not setup.pretrained_view:
             return adapted, None
         pretrained = setup.pretrained_features.find("test", indices)
         if pretrained is None:
             pretrained = extract(vit.pretrained_kernels(setup.backbone), indices)
             setup.pretrained_features.keep("test", indices, pretrained)
-        first = devices.joined(setup.learner.setup.mesh, [pretrained.features], count)
-        pretrained = pretrained._replace(features=first)
-        return (adapted, pretrained) if adapted else (pretrained, None)
+        first_rows = devices.joined(setup.learner.setup.mesh, [pretrained.features], count)
+        pretrained = pretrained._replace(features=first_rows)
+        return (pretrained, None) if adapted is None else (adapted, pretrained)
 
     def _labelled(self, task: int) -> tuple[Any, ...]:
         """Returns a task's training images, their indices, and labels within the task."""
