@@ -1,8 +1,8 @@
-"""Checkpoints of a run. The only file that knows Orbax.
+"""Checkpoints of a run. The only file that imports Orbax.
 
-What a run keeps is the same on all devices. It is written as arrays of the host by process 0 and
-handed to the others when it is read, so that a checkpoint fits any number of devices and processes,
-and its folder need not be shared between hosts.
+The state of a run is the same on all devices. Process 0 writes it as arrays of the host, reads it,
+and sends it to the others: a checkpoint fits any number of devices and processes, and its folder
+need not be shared between hosts.
 """
 
 import logging
@@ -32,7 +32,7 @@ for _name in ("absl", "asyncio"):
 class Checkpoints:
     """A folder of numbered checkpoints, each a pytree and a small JSON cursor; the newest stay.
 
-    A folder that is read only must exist (InputError), and damaged checkpoints stay there.
+    With `read_only` the folder must exist (else InputError), and damaged checkpoints stay there.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
@@ -58,7 +58,7 @@ class Checkpoints:
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
         """Writes arrays and JSON values under a number that is larger than those before.
 
-        The checkpoint is whole or absent; raises InputError if the disk refuses.
+        The checkpoint is whole or absent. Raises InputError if it cannot be written.
         """
         self._write(number, jax.tree.map(np.asarray, devices.to_host(tree)), cursor)
 
@@ -68,7 +68,7 @@ class Checkpoints:
             tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(cursor)
         )
         try:
-            # A disk without room is noticed before; half-written checkpoints fail less legibly.
+            # Reserves the space once, since Orbax's errors on a full disk are hard to read.
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 if hasattr(os, "posix_fallocate"):
@@ -78,7 +78,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             text = f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
             raise InputError(text) from error
-        # Orbax reads most flipped bits without an error.
+        # For reading: Orbax itself does not notice most flipped bits.
         write_manifest(self._folder / str(number))
 
     def newest(
@@ -86,9 +86,9 @@ class Checkpoints:
     ) -> Iterator[tuple[int, dict[str, Any], Any]]:
         """Yields number, cursor and tree of every usable checkpoint, newest first.
 
-        A damaged one is set aside, with a warning. `target` returns for a cursor a tree of the
-        wanted structure, shapes and types, or raises InputError if the cursor is damaged. Leaves
-        that are JAX arrays come back in their placement, others as arrays of the host.
+        A damaged one is set aside, with a warning. `target` maps a cursor to a tree of the wanted
+        structure, shapes and types, or raises InputError if the cursor is damaged. Leaves that are
+        JAX arrays there are placed likewise, others are arrays of the host.
         """
         for number in self._numbers():
             if (cursor := self._cursor(number)) is None:
@@ -123,21 +123,21 @@ class Checkpoints:
         return self._read(number, "cursor", ocp.args.JsonRestore())
 
     def _leaves(self, number: int, target: Any) -> dict[str, np.ndarray] | None:
-        abstract = jax.tree.map(
+        abstract = jax.tree.map(  # takes no memory
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target
         )
         tree = self._read(number, "tree", ocp.args.StandardRestore(abstract))
-        return tree and {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+        return None if tree is None else {str(i): a for i, a in enumerate(jax.tree.leaves(tree))}
 
     def _read(self, number: int, item: str, restore: Any) -> Any:
         try:
             return self._manager.restore(number, args=ocp.args.Composite(**{item: restore}))[item]
-        except Exception as error:  # whatever a damaged file makes Orbax raise
+        except Exception as error:  # Orbax raises many types for damaged files.
             return self._move_aside(number, _reason(error))
 
     @processes.on_first
     def set_aside(self, number: int, reason: str) -> None:
-        """Moves an unusable checkpoint beside the folder, with a warning; its number is free."""
+        """Moves an unusable checkpoint beside the folder, with a warning; frees its number."""
         self._move_aside(number, reason)
 
     def _move_aside(self, number: int, reason: str) -> None:
