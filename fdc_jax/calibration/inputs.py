@@ -132,12 +132,13 @@ def score_views(
     adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
 ) -> list[Any]:
     """Returns the checked features of a batch by view; `widths` are those of the fitted views."""
-    if pretrained is None and len(widths) == 2 and needs_pretrained:
+    fitted_pretrained = len(widths) == 2
+    if pretrained is None and fitted_pretrained and needs_pretrained:
         raise InputError(
-            "pretrained features: expected, since the tasks were fitted with them; leave them "
-            "out only where that view has no weight"
+            "pretrained features: expected, since the tasks were fitted with them; omit them only "
+            "if that view has no weight"
         )
-    if pretrained is not None and len(widths) == 1:
+    if pretrained is not None and not fitted_pretrained:
         raise InputError("pretrained features: the tasks were fitted without a pretrained view")
     views = [feature_array(adapted, "adapted features", widths[0])]
     if pretrained is not None:
@@ -175,10 +176,8 @@ def task_views(
     given = [adapted] if pretrained is None else [adapted, pretrained]
     if widths and len(widths) != len(given):
         had, has = ("none", "some") if len(widths) == 1 else ("some", "none")
-        raise InputError(
-            f"{names[1]}: earlier tasks had {had}, this one has {has}; "
-            "give them for all tasks or for none"
-        )
+        expected = "give them for all tasks or for none"
+        raise InputError(f"{names[1]}: earlier tasks had {had}, this one has {has}; {expected}")
     triples = zip(given, names, widths or (None, None), strict=False)
     views = [feature_array(*triple) for triple in triples]
     name = name_of("labels", task)
@@ -210,13 +209,14 @@ def task_classes(
     if num_rows not in (None, len(classes)):
         rest = f"found {len(classes)}"
         if named is None:
-            hint = "where a class has no sample, name the labels"
+            hint = "if a class has no sample, name the labels"
             rest = f"the samples have {len(classes)}; {hint}"
         raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {rest}")
     check_new(classes, labels_name, earlier)
     if not (known := np.isin(labels, classes)).all():
-        label = labels[row := int(np.argmin(known))]
-        raise InputError(f"{labels_name}: label {label} at row {row} is none of the head's classes")
+        row = int(np.argmin(known))
+        wrong = f"label {labels[row]} at row {row}"
+        raise InputError(f"{labels_name}: {wrong} is none of the head's classes")
     samples = dict(zip(present.tolist(), counts.tolist(), strict=True))
     return classes, np.array([samples.get(label, 0) for label in classes.tolist()], np.int64)
 

@@ -54,7 +54,7 @@ def select(stack: Increment, task: int | Int[Array, ""]) -> Increment:
 
 
 def products(increment: Increment) -> KeyValueKernels:
-    """Returns what an increment adds to the kernels: A B, the transposed B_k A_k, in float32."""
+    """Returns the update of kernels by an increment: A B, the transposed B_k A_k, in float32."""
 
     def product(factors: Factors) -> Float[Array, "l d d"]:
         scaled = "scale" in factors

@@ -133,9 +133,9 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
         number = setup.first_steps[tasks_done] + step + tasks_done
         work.checkpoints.save(number, tree, log.cursor(tasks_done, step) | planned)
 
-    around = work.images.of_task(task)
+    images = work.images.task_images(task)
     if first == 0:
-        new = learner.before_task(backbone, state, task, around)
+        new = learner.before_task(backbone, state, task, images)
         state = setups.accept(learner, state, new, "before_task")
     started = setups.start_task(learner, update, backbone, state, task, work.seed)
     frozen, trained, optimizer = started
@@ -154,7 +154,7 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
             save(task, step + 1, state=state, trained=trained, optimizer=optimizer)
             work.stop.poll()
     log.look()
-    new = learner.after_task(backbone, state, task, frozen, trained, around)
+    new = learner.after_task(backbone, state, task, frozen, trained, images)
     state = setups.accept(learner, state, new, "after_task")
     log.end()
     save(task + 1, 0, state=state)

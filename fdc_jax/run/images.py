@@ -43,7 +43,7 @@ class RunImages:
             **self._setup.train_batches,
         )
 
-    def of_task(self, task: int) -> TaskImages:
+    def task_images(self, task: int) -> TaskImages:
         """Returns the images that a learner may use before and after the steps of a task."""
         mesh = self._setup.learner.setup.mesh
 

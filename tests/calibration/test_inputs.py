@@ -80,7 +80,7 @@ TASKS = [
         dict(labels=np.minimum(SECOND.labels, 5)),
         "4 labels, one per row of the head, the samples have 3",
     ),
-    (dict(labels=np.arange(45) + 3), "expected 4 labels, .*, the samples have 45; where"),
+    (dict(labels=np.arange(45) + 3), "expected 4 labels, .*, the samples have 45; if a class"),
     (dict(pretrained=None), "pretrained features of task 1: earlier tasks had some, this one has"),
     (dict(pretrained=SECOND.pretrained[1:]), "pretrained features of task 1: expected 45 rows"),
     (
