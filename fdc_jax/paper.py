@@ -30,7 +30,7 @@ from fdc_jax import errors, learners, report
 from fdc_jax.command import configured
 from fdc_jax.data import archive, benchmarks, cifar100
 from fdc_jax.errors import InputError, StopRequest, counted, did_you_mean
-from fdc_jax.machine.files import InUse, check_writable_folder, holder, locked
+from fdc_jax.machine.files import InUse, check_writable_folder, holder, locked, named_path
 from fdc_jax.model import weights
 from fdc_jax.report import paper
 from fdc_jax.run import configuration, estimate
@@ -168,7 +168,7 @@ def _find_data(benchmark: str, data: str) -> dict[str, str]:
     Raises:
         InputError: the data are missing.
     """
-    folder = Path(data).expanduser()
+    folder = named_path("--data", data)
     paths = sorted(folder.iterdir(), key=Path.is_file) if data and folder.is_dir() else []
     file, page = benchmarks.ARCHIVES.get(benchmark, (cifar100.ARCHIVE_NAME, ""))
     for path in paths if benchmark != "digits" else ():

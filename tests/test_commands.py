@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 import fdc_jax
 from fdc_jax import __main__ as programs
@@ -43,6 +44,7 @@ def test_a_name_runs_its_module(tmp_path):
         (OSError(36, "File name too long", "x" * 999), 2, "x" * 200 + ": File name too long"),
         (OSError(28, "No space left on device"), 2, "[Errno 28] No space left on device"),
         (MemoryError(), 2, "out of memory"),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 2, "out of memory (RESOURCE_EXH"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
     ],
 )

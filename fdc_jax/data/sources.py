@@ -9,7 +9,7 @@ from pathlib import Path
 from fdc_jax.data import archive, benchmarks, cifar100, folder
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import locked
+from fdc_jax.machine.files import locked, named_path
 
 
 def name_of(benchmark: str, source: str) -> str:
@@ -32,7 +32,7 @@ def name_of(benchmark: str, source: str) -> str:
 
 def fields_of(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
     """Returns the fields of a configuration for a folder or archive of images or a TFDS folder."""
-    folder = Path(path).expanduser()
+    folder = named_path("images", path)
     if (folder / name).is_dir():
         from fdc_jax.data import tfds_format  # The import takes seconds.
 
@@ -69,7 +69,7 @@ def open_splits(
     lock = cache / f".{name[:50]}.lock"  # other processes wait until the data are unpacked
     upright = benchmark is None  # The paper's protocol ignores the EXIF orientation.
     if source:
-        path = Path(source).expanduser()
+        path = named_path("config.data.source", source)
         if not path.exists():
             raise InputError(
                 f"config.data.source: {path}: expected a folder or an archive, found nothing"
@@ -96,7 +96,7 @@ def open_splits(
                     shutil.rmtree(root)
                 raise InputError(str(error).replace(str(root), str(path))) from error
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
-    prepared = Path(data_dir or default).expanduser()
+    prepared = named_path("config.data.dir", data_dir or default)
     if (prepared / name).is_dir():
         from fdc_jax.data import tfds_format  # The import takes seconds.
 

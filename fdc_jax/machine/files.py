@@ -128,8 +128,10 @@ def user_cache() -> Path:
 
     If nothing can be written there, it is a folder that ends with the process.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = private_folder(Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax"))
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = os.path.expanduser(os.environ.get("FDC_JAX_CACHE") or f"{home}/fdc_jax")
+    # A user of a container may have no home; nothing is made in a folder of the name ~.
+    folder = Path(path) if path.startswith("~") else private_folder(Path(path))
     return folder if os.access(folder, os.W_OK) else Path(_temporary_cache(folder).name)
 
 
@@ -314,10 +316,13 @@ def check_manifest(folder: Path, remedy: str) -> None:
 
 
 def named_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Returns a path that the user gave, with `~` expanded; InputError if it is empty."""
+    """Returns a path that the user gave, with `~` expanded; InputError if it cannot be one."""
     if not os.fspath(path):
         raise InputError(f"{name}: expected a path, found none")
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # of a user that nobody knows
+        raise InputError(f"{name}: {path}: {error}") from error
 
 
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import traverse_util
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_npz, read_safetensors, sha256, write_npz
+from fdc_jax.machine.files import named_path, read_npz, read_safetensors, sha256, write_npz
 from fdc_jax.model import layouts, vit
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Vari
 
 
 def _existing(weights: str) -> Path:
-    path = Path(weights).expanduser()
+    path = named_path("encoder.weights", weights)
     if not path.is_file():
         raise InputError(
             f"encoder.weights: expected 'augreg', 'digits' or a file, found no file {path}"

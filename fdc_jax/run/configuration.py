@@ -13,7 +13,7 @@ from flax import traverse_util
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, escaped, line, nearest, origin
-from fdc_jax.machine.files import open_regular
+from fdc_jax.machine.files import named_path, open_regular
 from fdc_jax.run import base, loggers
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -190,7 +190,7 @@ def _read_class_order(config: Config) -> None:
     """Replaces the file of `class_order` by the names in it, to which the run is tied."""
     names = tuple(map(str, config.class_order))
     if len(names) == 1:
-        file = Path(names[0]).expanduser()
+        file = named_path("config.class_order", names[0])
         listed = "," in names[0] and not file.exists()
         try:
             if listed:

@@ -21,7 +21,7 @@ from fdc_jax.learners import Learner, training
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.devices import Mesh
-from fdc_jax.machine.files import check_writable_folder, private_folder, user_cache
+from fdc_jax.machine.files import check_writable_folder, named_path, private_folder, user_cache
 from fdc_jax.model import vit, weights
 from fdc_jax.run import configuration, schema
 from fdc_jax.run.configuration import Config
@@ -194,7 +194,7 @@ def cache_folder(config: Config) -> Path:
     """Returns the folder of downloads, compiled programs and features of E_0."""
     if not config.cache_dir:
         return user_cache()
-    cache = Path(config.cache_dir).expanduser()
+    cache = named_path("config.cache_dir", config.cache_dir)
     check_writable_folder("config.cache_dir", cache)
     return private_folder(cache)
 

@@ -16,7 +16,7 @@ import pytest
 
 from configs import digits
 from fdc_jax import open_run
-from fdc_jax.data import archive, folder, images
+from fdc_jax.data import archive, folder, images, sources
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.machine.files import (
@@ -302,6 +302,25 @@ def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):
         seeds.folders_of(digits.get_config(), "")
     with pytest.raises(InputError, match=f"^{tmp_path}/a: expected the work directory"):
         open_run("~/a")
+    with pytest.raises(InputError, match="--output: ~nobody_has_this_name/a: Could not determine"):
+        named_path("--output", "~nobody_has_this_name/a")
+    source = "~nobody_has_this_name/photos"
+    with pytest.raises(
+        InputError, match=r"config.data.source: ~nobody_has_this_name/photos: Could"
+    ):
+        sources.open_splits("mine", tmp_path, source=source)
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "XDG_CACHE_HOME", "FDC_JAX_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    (user_cache() / "a").write_text("b")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_cache_that_cannot_be_written_is_left_for_one_that_ends_with_the_process(
