@@ -10,6 +10,8 @@ import pytest
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import locked
+from fdc_jax.run.paths import RunPaths
+from fdc_jax.run.store import Store
 from tests import small_runs
 from tests.small_runs import config, contents, results
 from tests.small_runs import run as go
@@ -68,6 +70,15 @@ def test_results_are_written_again(whole, copy, cache):
     (copy / "results.json").unlink()
     go(config(cache), copy)
     small_runs.same_outcome(whole, copy)
+
+
+def test_records_of_tasks_that_are_learned_again_are_removed(copy):
+    store = object.__new__(Store)
+    RunPaths.__init__(store, copy)
+    store.forget_after(2)
+    assert store.recorded_tasks() == [0, 1]
+    store.forget_after(1)
+    assert store.recorded_tasks() == [0]
 
 
 # Whose directory it is ---------------------------------------------------------------------------
