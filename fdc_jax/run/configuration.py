@@ -171,8 +171,8 @@ def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({
     allowed = dict(_ALLOWED)
     for name in (*learners.names(), config.learner.name):
         allowed |= {field: option.allowed for field, option in learners.options(name).items()}
-    for field in allowed.keys() & flat.keys():
-        if (wanted := learners.expected(allowed[field], flat[field])) is not None:
+    for field, values in allowed.items():
+        if field in flat and (wanted := learners.expected(values, flat[field])) is not None:
             refuse(field, wanted)
     for name in calibrators(config):
         if name not in calibration.METHODS:
