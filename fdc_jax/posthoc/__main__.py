@@ -169,12 +169,15 @@ def _report(
         folder = Path(scratch) if options.output is None else named_path("--output", options.output)
         check_writable_folder("--output", folder)
         folders = [folder / f"seed_{seed}" for seed in range(1, len(files) + 1)]
+        name, sizes = "+".join(dict.fromkeys(file.stem for file in files)), ""
         for seed, file in enumerate(files, 1):
             features, outcomes, refused = _outcomes(options, file, names, settings)
-            for name, reason in refused.items():
-                _LOGGER.warning(f"{name}: not applicable: {reason}")
-            run = folders[seed - 1], files[0].stem, seed
-            seeds.write_run(*run, file, features, outcomes)
+            sizes = sizes or _sizes(features)
+            if (own := _sizes(features)) != sizes:
+                raise InputError(f"{file}: expected {sizes} as in {files[0]}, found {own}")
+            for method, reason in refused.items():
+                _LOGGER.warning(f"{method}: not applicable: {reason}")
+            seeds.write_run(folders[seed - 1], name, seed, file, features, outcomes)
         if not options.quiet:
             tables = [*["ablation"] * options.components, *["sweeps"] * bool(sweep)]
             seeds.show(folders, sweep, tables)
@@ -202,7 +205,7 @@ def _of_one_file(
         write_json(output.with_suffix(".json"), results | flags)
     if not options.quiet:
         reasons = [f"{name}: not applicable: {reason}" for name, reason in refused.items()]
-        print("\n".join(_lines(results, options.moved) + reasons))
+        print("\n".join(_lines(results, _sizes(features), options.moved) + reasons))
         if output is not None:
             print(f"wrote {output} and {output.with_suffix('.json')}")
 
@@ -226,10 +229,14 @@ def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Pa
     return options.output
 
 
-def _lines(results: Mapping[str, Any], moved: bool) -> list[str]:
+def _sizes(features: feature_files.FeatureSet) -> str:
+    classes = counted(sum(len(task.classes) for task in features.tasks), "class")
+    samples = counted(len(features.test_adapted), "test sample")
+    return f"{counted(len(features.tasks), 'task')}, {classes}, {samples}"
+
+
+def _lines(results: Mapping[str, Any], sizes: str, moved: bool) -> list[str]:
     """Returns the lines to print: a table if test labels are known, and notes of the methods."""
-    nouns = {"num_tasks": "task", "num_classes": "class", "num_test_images": "test sample"}
-    sizes = ", ".join(counted(results[field], noun) for field, noun in nouns.items())
     notes = [note for note in results["notes"].values() if note != WITHOUT]  # which was a warning
     if "accuracy" not in results:
         *_, (name, changed) = results["num_changed_labels"].items()

@@ -37,7 +37,7 @@ def write_run(
 
     Args:
         folder: work directory; an earlier one of this command is replaced.
-        name: benchmark in the report.
+        name: benchmark in the report; the same for all seeds.
         seed: number of the file, from 1.
         source: the file; arrays of a folder are linked.
         features: its content.
@@ -111,6 +111,7 @@ def show(folders: Sequence[Path], sweep: Mapping[str, list[Any]], names: Sequenc
     (group,) = groups
     runs.analyse(group, sweep)
     console.show(group)
+    print(*group.missing, sep="\n", end="\n" * bool(group.missing))
     for table in tables.build([group]):
         if table.name in names:
             frame = table.frame.fillna("")

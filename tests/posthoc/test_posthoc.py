@@ -334,6 +334,18 @@ def test_errors_name_the_file_and_the_array(
     assert f"posthoc: wrong.npz: {name}: {message}" in fails(source, "wrong.npz", *words)
 
 
+def test_seeds_have_equal_sizes(source, arrays, tmp_path):
+    np.savez(tmp_path / "few.npz", **arrays | {n: arrays[n][:9] for n in arrays if n[:4] == "test"})
+    message = "few.npz: expected 3 tasks, 6 classes, 90 test samples as in "
+    assert message in fails(source, tmp_path / "few.npz")
+
+
+def test_a_sweep_that_no_task_allows_is_one_line(source):
+    code, out, error = run(source, "--neighbours=1,3")
+    assert (code, error) == (0, "")
+    assert "neighbours need as many classes with samples, found 2" in out
+
+
 def test_files_are_seeds_of_one_report(source, arrays, tmp_path):
     rng, other = np.random.default_rng(0), tmp_path / "other"
     other.mkdir()
