@@ -20,7 +20,7 @@ ROWS = (64, 512)
 
 
 def padded_size(size: int, least: int = 1) -> int:
-    """Returns a size of at least `size` and `least`, of which there are few.
+    """Returns one of few sizes, at least `size` and `least`.
 
     There are four per doubling, and eight from 64 on, where at most an eighth is padding.
     """
@@ -178,7 +178,7 @@ def principal(
 def _separated(
     vectors: Float[np.ndarray, "k k"], matrix: Float[np.ndarray, "k k"], count: int
 ) -> Float[np.ndarray, "k k"]:
-    """Returns eigenvectors, of which 16 each side of row `count` are decomposed again in float64.
+    """Returns eigenvectors; 16 on each side of row `count` are decomposed again in float64.
 
     In float32 eigenvectors of nearly equal eigenvalues mix, there kept ones with discarded ones.
     """
