@@ -9,8 +9,8 @@ batch 64, for all learners of the paper. Unknown: the schedule, and the start of
 heads. docs/choices.md has what this and other learners leave open, docs/learners.md their costs
 and their presets `native`; here both presets are the same.
 
-E_0 is the pretrained encoder, E_t has the first t increments merged; the head input is the class
-token after the final norm; score scales come from the trained head, which never changes.
+E_0 is the pretrained encoder, E_t has the first t increments merged; the head's input is the class
+token after the final norm; FDC's score scales come from the trained head, which never changes.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ the mean of squares (`per_sample`) by up to the batch size, and sums factors aft
 products are summed. Their file for ImageNet-A has 10 epochs, their log 20. Unknown: the schedule of
 the FDC paper's runs, and its "head-input transform".
 
-E_t, head input and score scales are Cumulative-LoRA's.
+E_t, the head's input and FDC's score scales are as in Cumulative-LoRA.
 """
 
 import dataclasses

@@ -15,8 +15,8 @@ initialisation with bias; the quarter cosine. FDC paper: the method's own schedu
 scales both learning rates; the thresholds; the memory is projected out of A once more, so that
 columns beyond the rank of the inputs vanish instead of pointing into the memory.
 
-E_t, head input and score scales are Cumulative-LoRA's. Decompositions run in float64 on the host,
-so that close directions do not depend on rounding.
+E_t, the head's input and FDC's score scales are as in Cumulative-LoRA. Decompositions run in
+float64 on the host, so that close directions do not depend on rounding.
 """
 
 import dataclasses

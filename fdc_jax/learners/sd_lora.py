@@ -18,8 +18,9 @@ after the first task and drop it at epochs 10 and 15. On CUB-200 and OmniBenchma
 publish nothing, it is our choice. Inferred for the FDC paper: the reset, and magnitudes at the
 increments' rate. Unknown: its schedule.
 
-E_t has the first t directions with the magnitudes at the end of task t. Head input and score scales
-are Cumulative-LoRA's. The direction of a task with one class, whose loss is constant, stays zero.
+E_t has the first t directions with the magnitudes at the end of task t. The head's input and
+FDC's score scales are as in Cumulative-LoRA. The direction of a task with one class, whose loss is
+constant, stays zero.
 """
 
 import dataclasses

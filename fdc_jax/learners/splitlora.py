@@ -19,7 +19,7 @@ value updates stay. Unknown: alpha, the schedule and the temperature of logits. 
 training with scaled losses, AutoAugment without flips, inputs normalised by the checkpoint's mean
 and deviation, an encoder fine-tuned on ImageNet-1k.
 
-E_t, head input and score scales are Cumulative-LoRA's.
+E_t, the head's input and FDC's score scales are as in Cumulative-LoRA.
 """
 
 import dataclasses
