@@ -1,4 +1,4 @@
-"""A finished run as one folder that needs neither its images nor the file of its encoder.
+"""Export of a finished run as one folder with its encoder, without images.
 
     python -m fdc_jax export WORKDIR OUT
 
@@ -49,9 +49,9 @@ def write(
     weights_file: str | None = None,
     learner: str = "",
 ) -> None:
-    """Writes a finished run as one folder, whole or not at all; the same run gives the same bytes.
+    """Writes a finished run as one folder; the same run gives the same bytes.
 
-    The folder is opened as a run before it gets its name.
+    The folder gets its name after it has been opened as a run.
 
     Args:
         workdir: work directory of one seed.
@@ -115,13 +115,13 @@ def _check_predictions(run: Run, results: Mapping[str, Any]) -> None:
 
 
 def _anywhere(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved configuration without the fields that tell of a machine."""
+    """Returns a saved configuration without the fields of a machine."""
     fields = {name: value for name, value in config.items() if name not in OF_A_HOST}
     return fields | {"encoder.attention": "auto"}
 
 
 def _write_pretrained(path: Path, target: Path) -> None:
-    """Writes the arrays of the pretrained encoder by their names, and their configuration."""
+    """Writes the weights of the pretrained encoder, and their configuration."""
     arrays = weights.used(path)
     write_safetensors(target, arrays)
     if "embedding/kernel" not in arrays:  # AugReg's layout has no configuration.
@@ -168,7 +168,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Runs the parsed command."""
     write(options.workdir, options.out, options.weights, options.learner)
     if not options.quiet:
         print(f"wrote {options.out}")

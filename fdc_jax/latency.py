@@ -2,9 +2,9 @@
 
     python -m fdc_jax latency WORKDIR...
 
-Raw logits (baseline), FDC with E_T alone (single) and FDC with E_T and E_0 (dual) predict the same
-batch of test images. Images and statistics are on the device before the clock starts; TSF is folded
-into the heads. The result is `latency.json` in the work directory, which the report reads.
+Raw logits (baseline), FDC with E_T (single) and FDC with E_T and E_0 (dual) predict the same batch
+of test images. Images and statistics are on the device before the clock starts, and TSF is part of
+the heads. The report reads the result, `latency.json` in the work directory.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from fdc_jax.machine import devices
 from fdc_jax.machine.files import write_json, write_manifest
 from fdc_jax.machine.versions import versions
 
-# The paper's: images of a batch; batches to warm up, repeats, and batches of each repeat.
+# The paper's images of a batch, and batches to warm up, repeats, and batches of a repeat.
 IMAGES, PROTOCOL = 64, (10, 3, 20)
 
 
 def raw_labels(calibrator: FDC) -> Callable[[Sequence[Any]], Any]:
-    """Returns a compiled function of E_T(x): the label of the largest logit (paper, Eq. raw)."""
+    """Returns a compiled function from [E_T(x)] to the labels of raw logits (paper, Eq. raw)."""
     heads, labels = [head.affine for head in calibrator.heads], np.concatenate(calibrator.classes)
     rows = jnp.concatenate([jnp.asarray(head.rows, jnp.float32) for head in heads])
     bias = jnp.concatenate([jnp.broadcast_to(head.bias, len(head.rows)) for head in heads])
@@ -46,21 +46,21 @@ def raw_labels(calibrator: FDC) -> Callable[[Sequence[Any]], Any]:
 
 
 def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
-    """Returns a compiled function of features in the first views: FDC's labels (lines 16 to 20)."""
+    """Returns a compiled function from features by view to FDC's labels (lines 16 to 20)."""
     own = copy.deepcopy(calibrator)
-    if views == 1:  # The statistics of the pretrained view need no memory then.
+    if views == 1:  # without the statistics of the pretrained view in memory
         own.settings = dataclasses.replace(own.settings, pretrained_view_weight=0.0)
         own.tasks = [task._replace(views=task.views[:1]) for task in own.tasks]
         own.references, own.widths = own.references[:1], own.widths[:1]
     terms = own.terms(*(np.zeros((1, width), np.float32) for width in own.widths))
-    of, labels = own.settings, np.concatenate(own.classes)
+    settings, labels = own.settings, np.concatenate(own.classes)
     first = np.cumsum([0, *map(len, own.classes)])[:-1]
-    weights = (of.adapted_view_weight, of.pretrained_view_weight)[:views]
+    weights = (settings.adapted_view_weight, settings.pretrained_view_weight)[:views]
 
     @jax.jit
     def choose(features, tasks):
         measured = own.measured(features, tasks, own.heads)
-        switches = True, of.rlc_weight, of.pac_weight, False
+        switches = True, settings.rlc_weight, settings.pac_weight, False
         scores, rows = fdc.fuse(measured, tasks, terms.log_ratios, weights, switches)
         task = scores[:, : len(first)].argmax(axis=1)
         return jnp.asarray(labels)[jnp.asarray(first)[task] + rows[jnp.arange(len(rows)), task]]
@@ -74,16 +74,16 @@ def measure(
     """Times baseline, single and dual, in this order: the peak of a process never falls.
 
     Args:
-        encode: compiled, `(backbone, images, view) -> features`.
+        encode: compiled function `(backbone, images, view) -> features`.
         backbone: pretrained parameters.
-        views: the parameters that E_T and E_0 have in place of those of the backbone.
-        images: one batch, on the device.
+        views: replaced parameters of E_T and E_0.
+        images: one batch on the device.
         calibrator: fitted in both views.
-        protocol: as `PROTOCOL`.
+        protocol: see `PROTOCOL`.
 
     Returns:
-        By name `milliseconds` per batch, one number for each repeat from an idle device to an idle
-        device, and `peak_bytes`, the device's peak so far, None on a CPU.
+        By name `milliseconds` per batch, a number per repeat, and `peak_bytes`, the device's peak
+        so far, None on a CPU.
     """
     warm_up, repeats, batches = protocol
 
@@ -104,7 +104,7 @@ def measure(
 
 
 def measure_run(run: Any, protocol: Any = PROTOCOL) -> dict[str, Any]:
-    """Times a finished run of `fdc_jax.open_run`; returns and writes `latency.json`.
+    """Times a finished run of `fdc_jax.open_run`; writes and returns `latency.json`.
 
     Raises:
         InputError: the run is not finished, has no FDC in two views, or its test images are gone.
@@ -115,9 +115,9 @@ def measure_run(run: Any, protocol: Any = PROTOCOL) -> dict[str, Any]:
     rows = np.arange(run.results["num_test_images"])[:IMAGES]
     encoders, views = run.encoders, [run.encoder(t) for t in (run.num_tasks, 0)]
     images = devices.split(encoders.learner.setup.mesh, run.test_images(rows))
-    given = encoders.extract.encode, encoders.backbone, views, images, calibrator
+    parts = encoders.extract.encode, encoders.backbone, views, images, calibrator
     measured = {"images": len(rows), "device": devices.describe(), "versions": versions()}
-    measured |= {"precision": run.config["precision"], "contenders": measure(*given, protocol)}
+    measured |= {"precision": run.config["precision"], "contenders": measure(*parts, protocol)}
     write_json(run.folder / "latency.json", measured)
     if run.exported:
         write_manifest(run.folder)
@@ -127,11 +127,12 @@ def measure_run(run: Any, protocol: Any = PROTOCOL) -> dict[str, Any]:
 def parser() -> Program:
     """Returns the options of the command."""
     text = "Time the inference of finished runs: raw, FDC by one and two views."
-    made = Program("latency", text, "runs/digits")
-    made.add_argument("workdir", nargs="+", help="work directory of a run of one seed")
-    made.add_argument("--data", metavar="FOLDER", help="the images of the runs; digits need none")
-    made.add_argument("--weights", metavar="FILE", help="the pretrained encoder, if not in a cache")
-    return made
+    program = Program("latency", text, "runs/digits")
+    add = program.add_argument
+    add("workdir", nargs="+", help="work directory of a run of one seed")
+    add("--data", metavar="FOLDER", help="the images of the runs; digits need none")
+    add("--weights", metavar="FILE", help="the pretrained encoder, if not in a cache")
+    return program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

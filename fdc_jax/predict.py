@@ -56,8 +56,7 @@ def parser() -> Program:
     add("workdir", help="work directory of a run of one seed")
     add("images", nargs="+", help="images, or folders of images at any depth")
     add("--top", type=int, default=5, help="number of classes to name (default 5)")
-    text = "CSV, or lines of JSON if it ends in .jsonl (default predictions.csv)"
-    add("--output", default="predictions.csv", help=text)
+    add("--output", default="predictions.csv", help="CSV file (default predictions.csv)")
     add("--html", metavar="FILE", help=f"also a page with up to {_ON_PAGE} pictures")
     text = "the calibrator that answers, such as fdc (default: class Gaussians if the run has them)"
     add("--method", metavar="NAME", help=text)
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    options.output = str(check_writable_file("--output", options.output, ".csv", ".jsonl"))
+    options.output = str(check_writable_file("--output", options.output, ".csv"))
     if options.html is not None:
         options.html = str(check_writable_file("--html", options.html, ".html"))
     run = fdc_jax.open_run(options.workdir, weights=options.weights, learner=options.learner)
@@ -92,11 +91,13 @@ def _run(options: argparse.Namespace) -> None:
         for table, pixels in predictions:
             if classes:
                 table.insert(1, "true_class", [classes.get(name, "") for name in table["image"]])
-            file.write(_text(table, options.output, header=not printed).encode())
+            text = csv_text(table, index=False, header=not printed, float_format="%.6g")
+            file.write(text.encode())
             if counts["images"] < _PRINTED:
                 printed.append(table)
-            counts.update(images=len(table), changed=int(table["changed"].sum()))
-            counts.update(unlike=int(table.get("unlike_learned", pd.Series(dtype=bool)).sum()))
+            counts.update(images=len(table), changed=np.count_nonzero(table["changed"]))
+            if "unlike_learned" in table:
+                counts.update(unlike=np.count_nonzero(table["unlike_learned"]))
             if classes:
                 for true, answer in table[["true_class", "class"]].to_numpy():
                     answers[true][answer] += 1
@@ -166,14 +167,6 @@ def _notes(predictions: Predictions) -> Iterator[str]:
         yield predictions.calibrator.note
 
 
-def _text(table: pd.DataFrame, path: str, header: bool) -> str:
-    """Returns a table as CSV, or as lines of JSON if the path ends in .jsonl."""
-    if path.endswith(".jsonl"):
-        text = str(table.to_json(orient="records", lines=True, force_ascii=False))
-        return text.replace("\\/", "/")  # pandas escapes slashes, for pages of HTML
-    return csv_text(table, index=False, header=header, float_format="%.6g")
-
-
 def _print_summary(
     table: pd.DataFrame, counts: dict[str, int], options: argparse.Namespace
 ) -> None:
@@ -225,7 +218,6 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
         notice=_UNFINISHED if predictions.before_training else "",
         method=method,
         accuracy=_accuracies(predictions).get(method),
-        reliability=_reliability(predictions),
         **{"labelled": 0, **counts},
         unreadable=[_short(name) for name in names],
         shown=shown,
@@ -235,17 +227,6 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
 def _accuracies(predictions: Predictions) -> dict[str, float]:
     """Returns the accuracies on the run's test images; empty if the run is not finished."""
     return predictions.run.results["accuracy"] if predictions.run.results else {}
-
-
-def _reliability(predictions: Predictions) -> dict[str, float]:
-    """Returns the percentage of right answers on the run's test images by answer."""
-    column = f"{predictions.method}_label"
-    if predictions.run.results is None or column not in (columns := predictions.run.predictions):
-        return {}
-    labels = columns[column]
-    shares = np.bincount(labels, labels == columns["label"]) / np.maximum(np.bincount(labels), 1)
-    names = predictions.run.class_names
-    return {names[label]: 100 * float(shares[label]) for label in np.unique(labels).tolist()}
 
 
 def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:

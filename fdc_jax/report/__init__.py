@@ -1,4 +1,4 @@
-"""What people look at: tables on the screen, and the report about finished runs.
+"""Tables on the screen, and the report about finished runs.
 
 runs (`runs`) -> numbers (`quantities`, `analysis`) -> tables and figures (`tables`,
 `reference`, `figures`) -> the screen (`console`) and the page (`page`).
@@ -24,24 +24,24 @@ def write(
     hosts: Mapping[str, Mapping[str, Any]] | None = None,
     quiet: bool = False,
 ) -> Path:
-    """Writes `report.html`, `tables/` and `figures/` of some run folders; returns the page's path.
+    """Writes `report.html`, `tables/` and `figures/`; returns the path of the page.
 
-    Folders that cannot be used are named on standard error and in the page, and skipped.
+    Folders that cannot be used are skipped, and named on standard error and in the page.
 
     Args:
-        paths: run folders; another folder stands for all run folders at any depth in it.
-        output: folder that receives the report, made when missing.
+        paths: run folders, or folders of run folders at any depth.
+        output: folder of the report, made if it is missing.
         sweep: values of settings of FDC by name, see `runs.analyse`.
-        references: CSV files, see `reference`; of one name the last counts.
-        data: folder of the images of the runs, for pictures, see `fdc_jax.open_run`.
-        hosts: by benchmark, the `host` of `fdc_jax.open_run`.
+        references: CSV files, see `reference`.
+        data: folder of the images of the runs, see `fdc_jax.open_run`.
+        hosts: argument `host` of `fdc_jax.open_run` by benchmark.
         quiet: print nothing.
 
     Raises:
-        InputError: no folder is usable, a file given is not as expected, or `output` cannot be
+        InputError: no folder is usable, a reference is not as expected, or `output` cannot be
             written.
     """
-    # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
+    # Plotting takes seconds to import, which other commands should not wait for.
     import tqdm
 
     from fdc_jax.report import classes, figures, page, pictures, reference, runs, tables
@@ -52,7 +52,7 @@ def write(
 
     folder, hidden = named_path("--output", output), quiet or not sys.stderr.isatty()
     check_writable_folder("--output", folder)
-    # Everything that the caller gave is read before anything is computed.
+    # Errors of the arguments come before any work.
     compared = {Path(path).stem: (path, reference.read(path)) for path in references}
     groups, skipped = runs.load(paths, data, hosts or {})
     for path, reason in skipped.items():

@@ -1,6 +1,6 @@
-"""Analyses of a run's saved features: no training, the paper's diagnostics, sweeps of FDC.
+"""Analyses of saved features: calibrators without training, the paper's diagnostics, sweeps of FDC.
 
-Results are kept in the user's cache folder, so that a second report takes seconds.
+The user's cache folder keeps the results.
 """
 
 import dataclasses
@@ -25,15 +25,14 @@ from fdc_jax.report import diagnostics
 
 Sweep = Mapping[str, Sequence[float]]
 
-# The paper's values, everything else at its default ("Hyperparameter Analysis of TSF and PAC"); of
-# `neighbours` all that are feasible.
+# The paper's values ("Hyperparameter Analysis of TSF and PAC"); of `neighbours` all possible ones.
 VALUES: Sweep = {
     "attenuation": (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0),
     "retained_energy": (0.5, 0.65, 0.70, 0.75, 0.80, 0.85, 0.95),
     "neighbours": (),
 }
-# Comparators on the features of the pretrained encoder alone: what no training comes to. With fewer
-# random features than in the RanPAC paper (10,000), which take minutes and gigabytes.
+# Comparators on features of the pretrained encoder alone. The 10,000 random features of the RanPAC
+# paper take minutes and gigabytes.
 UNTRAINED: dict[str, dict[str, Any]] = {
     "ncm-pretrained": {},
     "ranpac-pretrained": {"projections": 2_000},
@@ -43,12 +42,10 @@ _OF_THE_FIRST = ("residual_distributions", "prototype_geometry")
 
 
 def sweep_of(flags: Sequence[str]) -> Sweep:
-    """Returns values by setting of flags such as `attenuation:0.1,0.3`; by default the paper's.
-
-    `all` stands for the paper's values of all settings, `none` for no setting.
+    """Returns the values by setting of flags such as `attenuation:0.1,0.3`, `all` or `none`.
 
     Raises:
-        InputError: no such setting, or no such values.
+        InputError: unknown setting, or values out of its range.
     """
     sweep: dict[str, Sequence[float]] = {}
     for flag in flags:
@@ -58,8 +55,8 @@ def sweep_of(flags: Sequence[str]) -> Sweep:
             values = [number(value) for value in listed.split(",") if value]
             for value in values:
                 FDC(**{name: value})
-            given = {"all": VALUES, "none": {}}.get(flag)
-            sweep |= {name: values or VALUES[name]} if given is None else given
+            several = {"all": VALUES, "none": {}}.get(flag)
+            sweep |= {name: values or VALUES[name]} if several is None else several
         except (KeyError, ValueError, InputError) as error:
             raise InputError(
                 f"--sweep: expected one of {', '.join((*VALUES, 'all'))}, or one with values as "
@@ -69,11 +66,11 @@ def sweep_of(flags: Sequence[str]) -> Sweep:
 
 
 def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[str, float]]:
-    """Returns diagnostics by name, and numbers by quantity.
+    """Returns diagnostics by name and numbers by quantity of a run of `fdc_jax.open_run`.
 
     Args:
-        run: one seed, as `fdc_jax.open_run` returns it.
-        sweep: values of settings of FDC by name; none stand for all that are feasible.
+        run: one seed.
+        sweep: values of settings of FDC by name; an empty list stands for all possible values.
         first: True for the seed whose distributions and prototypes are drawn.
 
     Raises:
@@ -85,12 +82,12 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[st
     results = _kept(_diagnosed, folder, settings, (*_OF_EVERY_SEED, *_OF_THE_FIRST * first))
     numbers: dict[str, float] = {}
     if "similarity" in results:
-        ranks = results["similarity"].corr(method="spearman")["error"].drop("error")
+        ranks = diagnostics.correlations(results["similarity"])
         numbers |= ranks.add_prefix("correlation:").to_dict()
     means = results["residual_contributions"].mean()
     numbers |= means.add_prefix("contribution:").to_dict()
     for parameter, values in sweep.items():
-        if not values:  # Classes without images have no prototype.
+        if not values:  # A class without images has no prototype.
             sizes = [len(np.unique(task.labels)) for task in _features(folder).tasks]
             values = range(1, min(sizes) + 1)
         for value in values:
@@ -99,9 +96,9 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[st
 
 
 def untrained(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
-    """Returns columns of labels such as `ncm-pretrained_label`, a row per test image.
+    """Returns the labels of test images by column, such as `ncm-pretrained_label`.
 
-    Empty if the run has no saved features of E_0, or if they are not of its predictions.
+    Empty if the run has no saved features of E_0 for its predictions.
     """
     folder = run.folder / "features"
     if not ((folder / "test_pretrained.npy").exists() and run.predictions_file.exists()):
@@ -115,7 +112,7 @@ def untrained(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
 
 @functools.cache
 def _code() -> str:
-    """Returns a digest of the code that results depend on."""
+    """Returns a checksum of the code that results depend on."""
     package = Path(calibration.__file__).parents[1]
     files = [f for room in ("calibration", "features") for f in (package / room).rglob("*.py")]
     files += [Path(__file__), Path(diagnostics.__file__)]
@@ -123,10 +120,7 @@ def _code() -> str:
 
 
 def _kept(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
-    """Returns the result of a function of a folder of saved features and of further arguments.
-
-    It is computed only if the features or the code have changed since the last time.
-    """
+    """Returns `function(folder, *arguments)`, from the cache if features and code are the same."""
     test = folder / "test_adapted.npy"
     changed = test.stat().st_mtime_ns if test.exists() else 0
     folder = folder.absolute()
@@ -168,7 +162,7 @@ def _untrained(folder: Path) -> tuple[Any, dict[str, Int[np.ndarray, " n"]]]:
 
 
 def _diagnosed(folder: Path, settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns `diagnostics` of FDC by name; of a single task there is no similarity."""
+    """Returns `diagnostics` of FDC by name; a single task has no similarity."""
     features = _features(folder)
     fdc = features.fit(FDC(**settings))
     possible = [name for name in names if name != "similarity" or len(features.tasks) > 1]
@@ -178,7 +172,7 @@ def _diagnosed(folder: Path, settings: dict[str, Any], names: Sequence[str]) -> 
 def refitted(
     folder: Path, settings: dict[str, Any], parameter: str, value: float
 ) -> dict[str, float]:
-    """Refits FDC with one changed setting; returns accuracies in percent by quantity.
+    """Returns the accuracies in percent, by quantity, of FDC with one changed setting.
 
     `neighbours` also gives `nearest`, with affinities standardised over the candidate tasks of each
     input ("PAC Neighborhood Size").

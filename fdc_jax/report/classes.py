@@ -39,7 +39,6 @@ class Shown(NamedTuple):
 class Classes(NamedTuple):
     """Content of the page of classes of a group."""
 
-    method: str  # title of the calibrator that answers
     names: Sequence[str]  # of classes by label
     # A row per class with test images, by its label, worst first: `task` from 1, `images`, accuracy
     # in percent by title of calibrator, `taken`, the most frequent wrong label, or -1.
@@ -76,8 +75,7 @@ def load(group: Group) -> Classes | None:
         table[formatting.method_title(name)] = 100.0 * right.groupby(images["label"]).mean()
     taken = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
     table["taken"] = taken[table.index]
-    title = formatting.method_title(group.best)
-    table = table.sort_values(title, kind="stable")
+    table = table.sort_values(formatting.method_title(group.best), kind="stable")
     cells = [
         (true, chosen, int(counts[true, chosen]), float(shares[true, chosen]))
         for true, chosen in np.argwhere(counts).tolist()
@@ -87,7 +85,7 @@ def load(group: Group) -> Classes | None:
     names = [pictures.class_name(group.runs[0].class_names, label) for label in range(num_classes)]
     untested = [name for label, name in enumerate(names) if label not in table.index]
     order = sorted_by_likeness(wrong / totals)
-    return Classes(title, names, table, pairs[:WORST], order, cells, untested)
+    return Classes(names, table, pairs[:WORST], order, cells, untested)
 
 
 def sorted_by_likeness(wrong: np.ndarray) -> list[int]:

@@ -36,16 +36,14 @@ def show(group: Group) -> None:
 
 def verdict(group: Group) -> str:
     """Returns a sentence that compares the best method with no training; "" if not known."""
-    gain = group.gain(group.best, group.untrained) if group.untrained else None
-    if gain is None or np.isnan(gain.low):
+    name = group.untrained
+    gain = group.gain(group.best, name) if name else None
+    if name is None or gain is None or np.isnan(gain.low):
         return ""
-    result = "Better than no training at all" if gain.low > 0 else "No training at all does better"
-    if gain.low <= 0 <= gain.high:
-        result = "Not significantly better than no training at all"
-    best, untrained = map(formatting.method_title, (group.best, group.untrained))
+    result = "Better" if gain.low > 0 else "Worse" if gain.high < 0 else "Not significantly better"
     return (
-        f"{result}: {best} minus {untrained} is {gain.mean:+.2f} points, 95 % interval "
-        f"{formatting.interval(gain._asdict())}."
+        f"{result} than no training at all ({METHODS[name].title}): {gain.mean:+.2f} points, 95 % "
+        f"interval {formatting.interval(gain._asdict())}."
     )
 
 

@@ -1,9 +1,10 @@
-"""Why images go to the wrong task: the paper's diagnostics, measured on saved features.
+"""The paper's diagnostics of routing errors, measured on saved features.
 
-Images are the test images unless a docstring says otherwise, views are `adapted` and, where the
-file has it, `pretrained`, and tasks are numbered from 0. The calibrator is the paper's FDC, fitted
-on the same features, whose test labels are known.
+Views are `adapted` and, if the file has it, `pretrained`; tasks are numbered from 0. The calibrator
+is FDC, fitted on the same features, whose test labels are known.
 """
+
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,22 +19,23 @@ from fdc_jax.heads import NORM_FLOOR, unit
 # Points at which densities are evaluated, and the shares of values that their range spans.
 _GRID_POINTS = 256
 _GRID_RANGE = (0.002, 0.998)
+# Pairs of tasks below which a rank correlation says nothing.
+_LEAST_PAIRS = 4
 
 
 def similarity(features: FeatureSet, calibrator: FDC) -> pd.DataFrame:
-    """Compares how alike two tasks look to FDC with how often one is routed to the other.
+    """Measures feature similarity and routing errors of ordered pairs of tasks.
 
-    The paper (Fig. motivation-confusability) describes similarity as how well an input fits another
-    task's feature distribution compared with how well it fits its own, and gives no formula. Our
-    reading, for an ordered pair of a true task s and another task t: the mean over the training
-    images of s, by the encoder of their time, of the fit to t minus the fit to s. The fit is -u of
-    Eq. residual for subspace residuals and q of Eq. par for prototype affinities, each in standard
-    deviations of the task it is measured against. Larger is more alike.
+    The paper (Fig. motivation-confusability) calls an input similar to another task if it fits that
+    task's features as well as those of its own task, and gives no formula. Our reading of the
+    similarity of a true task s to another task t is the mean, over the training images of s by the
+    encoder E_s, of the fit to t minus the fit to s. The fit is -u of Eq. residual or q of Eq. par,
+    in standard deviations of the task that it is measured against. Larger is more alike.
 
     Returns:
-        A row per ordered pair (s, t) of tasks, those of a task without test images left out:
-        `error`, the percentage of the test images of s whose largest raw logit is one of t; and
-        similarities `adapted_residual`, `adapted_affinity` and those of `pretrained`.
+        A row per ordered pair (s, t), if s has test images: `error`, the percentage of the test
+        images of s whose largest raw logit is one of t, and the similarities `adapted_residual`,
+        `adapted_affinity`, `pretrained_residual` and `pretrained_affinity`.
     """
     count, true_tasks = len(features.tasks), features.test_tasks
     terms = calibrator.terms(features.test_adapted, features.test_pretrained)
@@ -41,31 +43,39 @@ def similarity(features: FeatureSet, calibrator: FDC) -> pd.DataFrame:
     confusion = evaluation.task_confusion(true_tasks, routed, count)
     images = confusion.sum(axis=1, keepdims=True)
     matrices = {"error": 100.0 * confusion / np.maximum(images, 1)}
-    of_tasks = [calibrator.terms(task.adapted, task.pretrained) for task in features.tasks]
+    training = [calibrator.terms(task.adapted, task.pretrained) for task in features.tasks]
     for index, view in enumerate(inputs.VIEWS[: len(calibrator.widths)]):
         means = [
-            [values.mean(axis=0, dtype=float) for values in of.standardised(index)]
-            for of in of_tasks
+            [values.mean(axis=0, dtype=float) for values in terms.standardised(index)]
+            for terms in training
         ]
-        u, q = np.array(means).transpose(1, 0, 2)  # of the images of each task, by head
+        u, q = np.array(means).transpose(1, 0, 2)  # by task of the images, by head
         for kind, fits in (("residual", -u), ("affinity", q)):
             matrices[f"{view}_{kind}"] = fits - np.diag(fits)[:, None]
-    first, second = np.nonzero(~np.eye(count, dtype=bool) & (images > 0))
-    pairs = pd.MultiIndex.from_arrays([first, second], names=["true task", "other task"])
-    return pd.DataFrame({name: of[first, second] for name, of in matrices.items()}, index=pairs)
+    pairs = np.nonzero(~np.eye(count, dtype=bool) & (images > 0))
+    index = pd.MultiIndex.from_arrays(pairs, names=["true task", "other task"])
+    return pd.DataFrame({name: matrix[pairs] for name, matrix in matrices.items()}, index)
+
+
+def correlations(similarities: pd.DataFrame) -> pd.Series:
+    """Returns Spearman's rank correlations of `similarity` with the error, by similarity.
+
+    Empty if there are fewer than four pairs of tasks, such as for two tasks.
+    """
+    ranks: Any = similarities.corr(method="spearman")["error"].drop("error")
+    return ranks if len(similarities) >= _LEAST_PAIRS else ranks[:0]
 
 
 def residual_contributions(features: FeatureSet, calibrator: FDC) -> pd.DataFrame:
-    """Measures what features outside a head's subspace add to the logit that it would predict.
+    """Measures the part of a head's largest logit that is outside the subspace of its task.
 
-    A(x) = w^T (I - Pi) h / sigma (Eq. motivation-residual-contribution) with h = E_T(x), w the row
-    of the class that the head predicts before calibration and sigma its own-training standard
-    deviation of the largest raw logit. For heads that divide their input by its norm, h is divided
-    by it, after the projection.
+    A(x) = w^T (I - Pi) h / sigma (Eq. motivation-residual-contribution), where h = E_T(x), w is the
+    row of the class that the head predicts before calibration, and sigma is the standard deviation
+    of its largest raw logit on its training images. If heads divide h by its norm, so does A.
 
     Returns:
-        A row per head, means over the test images of its own task and over those of all others:
-        `own` and `foreign` in units of its sigma, NaN without such images.
+        A row per head with means over the test images of its `own` task and of all others,
+        `foreign`, in units of sigma; NaN without such images.
     """
     true_tasks, test = features.test_tasks, np.asarray(features.test_adapted, np.float32)
     norm = np.maximum(np.linalg.norm(test, axis=1), NORM_FLOOR)
@@ -83,15 +93,14 @@ def residual_contributions(features: FeatureSet, calibrator: FDC) -> pd.DataFram
 def residual_distributions(
     features: FeatureSet, calibrator: FDC
 ) -> dict[str, dict[str, pd.DataFrame]]:
-    """Estimates how residual ratios are distributed as the first and the last task see them.
+    """Estimates densities of the residual ratios of test images by the first and the last head.
 
-    Residual ratios of test images (Eq. residual) are standardised by the head's own training
-    statistics (paper, Fig. routing-srlr). Densities are Gaussian kernel estimates with Scott's
-    bandwidth, one per true task; a task whose images do not vary has none.
+    Residual ratios (Eq. residual) are standardised by the head's training statistics (paper, Fig.
+    routing-srlr). Densities are Gaussian kernel estimates with Scott's bandwidth; a task whose
+    images do not vary has none.
 
     Returns:
-        For each view, by the head, `first` and `last`: a row per standardised residual, and the
-        densities, a column per true task.
+        By view, by `first` and `last`: a row per standardised residual, a column per true task.
     """
     terms = calibrator.terms(features.test_adapted, features.test_pretrained)
     return {
@@ -109,22 +118,21 @@ def _densities(residual: Float[np.ndarray, " n"], true_tasks: np.ndarray) -> pd.
     grid = np.linspace(low - margin, high + margin, _GRID_POINTS)
     densities = {}
     for task in np.unique(true_tasks):
-        of = residual[true_tasks == task].astype(np.float64)
-        if len(of) > 1 and np.ptp(of) > 1e-9 * max(1.0, np.abs(of).max()):
-            densities[int(task)] = stats.gaussian_kde(of)(grid)
+        values = residual[true_tasks == task].astype(np.float64)
+        if len(values) > 1 and np.ptp(values) > 1e-9 * max(1.0, np.abs(values).max()):
+            densities[int(task)] = stats.gaussian_kde(values)(grid)
     return pd.DataFrame(densities, pd.Index(grid, name="residual"))
 
 
 def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, pd.DataFrame]:
-    """Lays out class and task prototypes in the plane (paper, Fig. routing-par).
+    """Embeds class and task prototypes in the plane by t-SNE (paper, Fig. routing-par).
 
-    Class prototypes are those of PAC (Eq. proto); a task's prototype is the unit mean of its
-    classes'. Both are embedded together by t-SNE in each view, with perplexity 30 or what the
-    number of points allows. On unit vectors its Euclidean distances order pairs as cosines do.
+    Class prototypes are those of PAC (Eq. proto); a task's prototype is the unit mean of those of
+    its classes. The perplexity is 30, or less if there are few points.
 
     Returns:
-        For each view a row per prototype: `x` and `y` without unit, `task`, and `label` of the
-        class, -1 for a task's prototype.
+        By view, a row per prototype: `x` and `y` without unit, `task`, and `label` of the class, -1
+        for the prototype of a task.
     """
     from sklearn.manifold import TSNE
 
@@ -142,7 +150,7 @@ def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, pd.Da
             for task, keep in zip(calibrator.tasks, present, strict=True)
         ]
         points = np.concatenate([*classes, unit(np.stack([rows.mean(axis=0) for rows in classes]))])
-        # The exact method, unlike the approximate one, has no threads that wait for each other.
+        # The approximate method has threads that wait for each other.
         perplexity = min(30.0, (len(points) - 1) / 3)
         embedding = TSNE(init="pca", method="exact", perplexity=perplexity, random_state=0)
         x, y = embedding.fit_transform(points).T

@@ -1,7 +1,4 @@
-"""What all figures share: style, colours, panels, legend. The only Matplotlib set-up.
-
-Figures are made without pyplot, so nothing is shown and no global state changes.
-"""
+"""Style, colours, panels and legends of all figures, without pyplot and global state."""
 
 import io
 import itertools
@@ -21,12 +18,12 @@ from numpy import ndarray
 # Inches.
 COLUMN, PAGE = 3.3, 6.75
 
-# Dark, medium and light for eyes of every kind, and each with a marker of its own for grey prints.
+# Colours differ in lightness, too.
 INK = "#222222"
 RAW, FDC, TASK_GIVEN = "#c77700", "#0b559f", "#6e6e6e"
 OWN, FOREIGN = "#00664d", "#c75f9f"
 ADAPTED, PRETRAINED = "#4b3f8f", "#b58900"
-# Colour and marker of methods that every run has, and of the calibrators beside them in turn.
+# Colour and marker of methods of every run, and of other calibrators in turn.
 _FIXED = {"raw": (RAW, "o"), "fdc": (FDC, "s"), "oracle": (TASK_GIVEN, "^")}
 _OTHERS = ((OWN, "D"), (FOREIGN, "v"), (ADAPTED, "P"), (PRETRAINED, "X"), ("#8c4a3c", "<"))
 
@@ -34,18 +31,15 @@ _STYLE = Path(__file__).with_name("fdc.mplstyle")
 
 
 def style() -> AbstractContextManager[None]:
-    """Draws or saves with this package's style, whatever the user's own settings are."""
+    """Returns the context in which figures have the package's style."""
     return matplotlib.rc_context(fname=_STYLE)
 
 
 def panels(count: int, height: float, columns: int, **keywords: Any) -> tuple[Figure, list[Axes]]:
-    """Returns a figure of `count` panels, row by row; to be called within `style()`.
+    """Returns a figure of at least one panel, row by row, within `style()`.
 
-    Args:
-        count: number of panels, at least 1.
-        height: of one row in inches; the width is a column of a paper for one panel, else a page.
-        columns: panels in a row, at most.
-        keywords: for `Figure.subplots`, such as sharey.
+    A row has at most `columns` panels and `height` inches. The width is that of a column of a paper
+    for one panel, else of a page. `keywords` are those of `Figure.subplots`.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
@@ -57,7 +51,7 @@ def panels(count: int, height: float, columns: int, **keywords: Any) -> tuple[Fi
 
 
 def band(axes: Axes, x: Any, values: Float[ndarray, "seeds n"], colour: str, **line: Any) -> None:
-    """Draws the mean over seeds and, for several seeds, one sample standard deviation around it."""
+    """Draws the mean over seeds, and one sample standard deviation of several seeds around it."""
     mean = values.mean(axis=0)
     axes.plot(x, mean, color=colour, markersize=3, **line)
     if len(values) > 1:
@@ -78,23 +72,26 @@ def whole_numbers(*axes: Axis) -> None:
 
 
 def legend(figure: Figure) -> None:
-    """Puts one legend for all panels above them; what several have in common has one entry."""
+    """Puts one legend above all panels, with one entry per label."""
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         entries = dict(zip(labels, handles, strict=True)) | entries
-    columns = min(len(entries), 4 if figure.get_figwidth() > COLUMN else 3)
+    longest = max(map(len, entries))
+    columns = int(72 * figure.get_figwidth() / (25 + 4 * longest))  # in points
+    columns = max(1, min(columns, len(entries)))
+    figure.set_figheight(figure.get_figheight() + 0.15 * ((len(entries) - 1) // columns))
     figure.legend([*entries.values()], [*entries], loc="outside upper center", ncols=columns)
 
 
 def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Returns colour and marker of methods, the same for the same names in the same order."""
+    """Returns colour and marker by method."""
     others = itertools.cycle(_OTHERS)
     return {name: _FIXED.get(name) or next(others) for name in dict.fromkeys(methods)}
 
 
 def svg(figure: Figure) -> str:
-    """Returns SVG text, the same for the same figure."""
+    """Returns a figure as SVG, the same text for the same figure."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return file.getvalue()

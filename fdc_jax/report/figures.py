@@ -1,10 +1,11 @@
-"""All figures of the report: which are drawn for which groups, and their files.
+"""Figures of the report and their files.
 
-Every function draws a group, or all of them, and returns None where what it shows is not known.
-`figures.json` has titles and captions by the names of functions.
+Functions draw one group or all, and return None if numbers are missing. `figures.json` has titles
+and captions by their names.
 """
 
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 
 from fdc_jax import evaluation
 from fdc_jax.machine.files import read_json, write_atomically, write_text
-from fdc_jax.report import drawing, formatting
+from fdc_jax.report import diagnostics, drawing, formatting
 from fdc_jax.report.runs import Group, predictions
 
 _TEXTS: dict[str, dict[str, str]] = read_json(Path(__file__).with_name("figures.json"))
@@ -31,7 +32,7 @@ _SIDES = {
     "own": (drawing.OWN, "o", "Own images"),
     "foreign": (drawing.FOREIGN, "D", "Foreign images"),
 }
-# Axis, and the columns that are drawn.
+# Label of the axis, and quantities.
 _SWEPT = {
     "attenuation": ("Attenuation γ", ("attenuation",)),
     "retained_energy": ("Retained energy η", ("retained_energy",)),
@@ -40,7 +41,7 @@ _SWEPT = {
 
 
 def accuracy_curve(group: Group) -> Figure | None:
-    """Draws accuracies over all classes so far by the number of tasks."""
+    """Draws accuracies over all learned classes by the number of tasks."""
     accuracies = curve(group)
     if accuracies is None:
         return None
@@ -57,9 +58,9 @@ def accuracy_curve(group: Group) -> Figure | None:
 
 
 def curve(group: Group) -> pd.DataFrame | None:
-    """Returns a row per seed and evaluated task, a column per method, in percent.
+    """Returns accuracies in percent by seed and evaluated task (row) and method (column).
 
-    None where fewer than two tasks were evaluated.
+    None if fewer than two tasks were evaluated.
     """
     names = [*group.methods, "oracle"]
     rows = [
@@ -73,7 +74,7 @@ def curve(group: Group) -> pd.DataFrame | None:
 
 
 def task_confusion(group: Group) -> Figure | None:
-    """Draws the shares of the images of each task that are sent to each task."""
+    """Draws the shares of the images of a task that are sent to other tasks."""
     matrices = {name: confusion(group, name) for name in group.methods}
     known = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     if not known:
@@ -83,7 +84,7 @@ def task_confusion(group: Group) -> Figure | None:
     for axes, (name, matrix) in zip(panels, known.items(), strict=True):
         axes.imshow(matrix, "Blues", norm=scale, extent=(0.5, edge, edge, 0.5))
         axes.grid(visible=False)
-        axes.set_xlabel(f"Task chosen by {formatting.method_title(name)}")
+        axes.set_xlabel(textwrap.fill(f"Task chosen by {formatting.method_title(name)}", 26))
         drawing.whole_numbers(axes.xaxis, axes.yaxis)
     panels[0].set_ylabel("True task")
     colours = ScalarMappable(scale, "Blues")
@@ -92,9 +93,9 @@ def task_confusion(group: Group) -> Figure | None:
 
 
 def confusion(group: Group, method: str) -> Float[np.ndarray, "tasks tasks"] | None:
-    """Returns the percent of each task's test images (row) that each task (column) wins.
+    """Returns the percentage of a task's test images (row) that are sent to a task (column).
 
-    Mean over seeds; None where predictions were not kept.
+    Mean over seeds; None if predictions were not kept.
     """
     shares, count = [], group.results["num_tasks"]
     for columns in map(predictions, group.runs):
@@ -126,7 +127,7 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
 
 
 def _mean(seeds: Sequence[Any]) -> Any:
-    """Mean over the seeds' frames; NaN where a seed has no number."""
+    """Returns the mean over the frames of seeds; NaN if a seed has no number."""
     return sum(seeds) / len(seeds)
 
 
@@ -136,15 +137,16 @@ def similarity(group: Group) -> Figure | None:
     if not (seeds := group.analyses.get("similarity")):
         return None
     mean = _mean(seeds)
-    correlation = _mean([pairs.corr(method="spearman")["error"] for pairs in seeds])
+    correlation = _mean([diagnostics.correlations(pairs) for pairs in seeds])
     figure, panels = drawing.panels(2, 2.6, 2, sharey="row")
     kinds = {"residual": "residuals", "affinity": "affinities"}
     for axes, (kind, label) in zip(panels, kinds.items(), strict=True):
         for view, (colour, marker, name) in _VIEWS.items():
             column = f"{view}_{kind}"
             if column in mean:
-                rank = f"{name}, ρ = {formatting.minus(f'{correlation[column]:.2f}')}"
-                look = {"gid": view, "label": rank}
+                if column in correlation:
+                    name += f", ρ = {formatting.minus(f'{correlation[column]:.2f}')}"
+                look = {"gid": view, "label": name}
                 drawing.points(axes, mean[column], mean["error"], colour, marker, **look)
         axes.set_xlabel(f"Similarity by {label} (std of the other task)")
         axes.legend()
@@ -154,7 +156,7 @@ def similarity(group: Group) -> Figure | None:
 
 # Figure routing-osp of the paper.
 def residual_contributions(group: Group) -> Figure | None:
-    """Draws what features outside a head's subspace add to its logit, by head."""
+    """Draws the residual contribution to own and foreign logits by head."""
     if not (seeds := group.analyses.get("residual_contributions")):
         return None
     mean = _mean(seeds)
@@ -181,7 +183,7 @@ def residual_distributions(group: Group) -> Figure | None:
     for axes, (view, head) in zip(panels, cells, strict=True):
         densities = seeds[0][view][head]
         task = 0 if head == "first" else group.results["num_tasks"] - 1
-        own = densities.reindex(columns=[task])[task]  # NaN where it has none.
+        own = densities.reindex(columns=[task])[task]  # NaN if there is none
         foreign = densities.drop(columns=task, errors="ignore")
         mean = foreign.mean(axis=1)
         axes.plot(own, color=drawing.OWN, linewidth=1.8, label="Own task", gid="own")
@@ -189,7 +191,7 @@ def residual_distributions(group: Group) -> Figure | None:
         axes.plot(mean, label="Mean of foreign tasks", **look)
         look = {"linewidth": 0.6, "alpha": 0.4, "zorder": 1} | pink
         axes.plot(foreign, label="Single foreign tasks", **look)
-        # Single tasks may be far narrower than what matters here.
+        # The densities of single tasks may be far higher.
         axes.set_ylim(0, 1.35 * np.nanmax([1e-9, own.max(), mean.max()]))
         axes.set_xlabel(f"Standardised residual, {head} head (task {task + 1})")
         if head == "first":
@@ -253,13 +255,13 @@ class Drawing(NamedTuple):
     name: str  # stem of its files: small letters, digits, `_` and `-`
     kind: str  # name of the function that drew it
     title: str
-    caption: str  # what one sees, and whose numbers: marks, units, spread, groups, seeds
+    caption: str
     groups: list[Group]
     figure: Figure
     svg: str
 
 
-# Figures of a run itself, which stand at the head of the page, and of its analyses.
+# Figures of runs, at the head of the page, and of analyses.
 _OF_A_RUN = (accuracy_curve, task_confusion)
 _OF_ANALYSES = (
     *(similarity, residual_contributions, residual_distributions, prototype_geometry),
@@ -269,31 +271,32 @@ OF_A_RUN = tuple(function.__name__ for function in _OF_A_RUN)
 
 
 def draw(groups: Sequence[Group]) -> list[Drawing]:
-    """Draws all figures of some groups: one of all, and those of each group."""
+    """Draws the figure of all groups, and the figures of every group."""
     drawn = [_drawn(task_identity, groups)]
     for function in (*_OF_A_RUN, *_OF_ANALYSES):
         drawn += [_drawn(function, group, number) for number, group in enumerate(groups, 1)]
     return [*filter(None, drawn)]
 
 
-def _drawn(function: Callable[[Any], Figure | None], of: Any, number: int = 0) -> Drawing | None:
-    """Draws a figure of all groups, or of one with its number; None if there is none."""
+def _drawn(function: Callable[[Any], Figure | None], shown: Any, number: int = 0) -> Drawing | None:
+    """Draws a figure of all groups, or of one group with its number."""
     with drawing.style():
-        figure = function(of)
+        figure = function(shown)
         if figure is None:
             return None
         text = drawing.svg(figure)
         figure.set_layout_engine("none")  # files of other kinds keep this layout
     kind = name = function.__name__
     title, caption = _TEXTS[kind]["title"], _TEXTS[kind]["caption"]
-    if isinstance(of, Group):
-        name = re.sub(r"[^a-z0-9_-]+", "-", f"{kind}_{number}_{of.benchmark}_{of.learner}".lower())
-        title, of = f"{title}: {of.name}", [of]
-    return Drawing(name[:80], kind, title, caption, [*of], figure, text)
+    if isinstance(shown, Group):
+        stem = f"{kind}_{number}_{shown.benchmark}_{shown.learner}".lower()
+        name, title = re.sub(r"[^a-z0-9_-]+", "-", stem), f"{title}: {shown.name}"
+        shown = [shown]
+    return Drawing(name[:80], kind, title, caption, [*shown], figure, text)
 
 
 def write(drawn: Drawing, folder: Path) -> None:
-    """Writes `<name>.svg`, `<name>.pdf` and `<name>.png` (200 dots an inch, white face)."""
+    """Writes a figure as SVG, PDF and PNG."""
     write_text(folder / f"{drawn.name}.svg", drawn.svg)
     for kind, author in (("pdf", "CreationDate"), ("png", "Software")):
         with drawing.style(), write_atomically(folder / f"{drawn.name}.{kind}") as file:

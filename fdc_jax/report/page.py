@@ -50,6 +50,7 @@ def render(
         sections=sections,
         folded=not any(group.benchmark in paper.benchmarks() for group in groups),
         reading=tables.READING,
+        gaussians=any("gaussians" in group.methods for group in groups),
         skipped=skipped,
         # The calibrators of a single group stand in its section.
         tables=[table for table in compared if table.name != "calibrators" or len(groups) > 1],
@@ -80,7 +81,9 @@ def _section(group: Group, own: Sequence[Drawing], shown: Pictures) -> dict[str,
 def render_classes(group: Group, classes: Classes) -> str:
     """Returns the page of a group's classes."""
     position = {label: index for index, label in enumerate(classes.order)}
-    return _fill("classes", title=group.name, position=position, classes=classes)
+    title = _title(group.learner, group.benchmark, group.best)
+    best = _answering(group.best)
+    return _fill("classes", title=title, best=best, position=position, classes=classes)
 
 
 def render_predictions(learner: str, benchmark: str, method: str, **material: Any) -> str:

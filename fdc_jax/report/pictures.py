@@ -76,14 +76,13 @@ def load(run: Any) -> Pictures:
     except InputError as error:
         return Pictures(missing=f"The test images could not be read: {error}")
 
-    def answer(kind: str, row: int) -> Answer:
-        label, task = (int(columns[f"{kind}{part}"][row]) for part in ("label", "task"))
-        return Answer(class_name(run.class_names, label), task + 1)
-
-    shown = [
-        Picture(row, data_uri(image), is_small(image), *(answer(k, row) for k in kinds), parts)
-        for row, image, parts in zip(rows.tolist(), images, evidence, strict=True)
-    ]
+    shown = []
+    for row, image, parts in zip(rows.tolist(), images, evidence, strict=True):
+        answers = []
+        for kind in kinds:
+            label, task = (int(columns[f"{kind}{part}"][row]) for part in ("label", "task"))
+            answers.append(Answer(class_name(run.class_names, label), task + 1))
+        shown.append(Picture(row, data_uri(image), is_small(image), *answers, evidence=parts))
     return Pictures(shown[: len(first)], len(repaired), shown[len(first) :], len(broken))
 
 

@@ -1,4 +1,4 @@
-"""The content of a `results.json` as numbers with one name per quantity.
+"""Numbers of a `results.json` by the name of the quantity.
 
 A name alone is a final accuracy in percent: of a calibrator (`raw`, `fdc`, `gaussians`, ...), of
 raw logits with the task given (`oracle`), of a combination of FDC's components (`tsf+rlc`), or of
@@ -10,9 +10,9 @@ the one that the paper selects for the learner (`selected`). Names with a prefix
     aia:NAME       average incremental accuracy
     storage:NAME   bytes
 
-`corrected` is the share of raw errors that the task identity corrects, in percent. FDC fitted anew
-on saved features (`analysis`) has its accuracy under `attenuation=0.25`, `retained_energy=0.5` and
-`neighbours=2`; under `nearest=2` with affinities standardised over the candidate tasks. Costs are
+`corrected` is the share of raw errors that the task identity corrects, in percent. Accuracies of a
+refitted FDC (`analysis`) are `attenuation=0.25`, `retained_energy=0.5`, `neighbours=2`, and
+`nearest=2` with affinities standardised over the candidate tasks. Costs are
 `training_minutes`, `fdc_minutes`, `peak_memory_gib`, `fdc_peak_memory_gib` and `storage_mib` (Table
 app-cost), and, of `baseline`, `single` and `dual`, `latency_ms:`, `added_latency_percent:`,
 `inference_mib:` and `added_mib:` (Table app-latency).
@@ -29,7 +29,7 @@ from fdc_jax import learners
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.report import paper
 
-# Sections of results that have a number for each calibrator.
+# Sections of results with a number per calibrator, by prefix.
 _SECTIONS = {
     "aia": "average_incremental_accuracy",
     "routing": "routing_accuracy",
@@ -48,7 +48,7 @@ _PERCENT = ("accuracy", "routing", "given", "aia", "corrected", *SWEPT)
 
 
 def is_known(name: str) -> bool:
-    """Returns whether runs may have a quantity of this name."""
+    """Returns True if `name` is the name of a quantity."""
     swept = name.partition("=")[0] in SWEPT
     return name in _KNOWN or swept or split(name)[0] in ("baseline", "single", "dual")
 
@@ -74,49 +74,50 @@ def measured(
     untrained: Mapping[str, float] | None = None,
     latency: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Returns the numbers of a run by name; unknown ones are absent.
+    """Returns the known numbers of a run by name.
 
     Args:
         results: content of its `results.json`.
-        untrained: accuracies of `baselines`, for calibrators that the run did not have.
+        untrained: accuracies of calibrators of `analysis.untrained`.
         latency: content of its `latency.json`.
     """
     numbers = dict(untrained or {}) | _accuracies(results, results["learner"])
     raw, oracle = numbers["raw"], numbers.get("oracle")
     numbers |= {f"gain:{name}": value - raw for name, value in numbers.items()}
-    if oracle is not None and raw < 100:  # An image that raw logits get right, the oracle does.
+    if oracle is not None and raw < 100:  # The oracle is right wherever raw logits are.
         numbers["corrected"] = 100 * (oracle - raw) / (100 - raw)
     averages = results.get("average_incremental_accuracy") or {}
-    if averages.get("raw") is not None:  # Else not every task was evaluated.
+    if averages.get("raw") is not None:  # if every task was evaluated
         curve = [_accuracies(point, results["learner"]) for point in results["curve"]]
         means = pd.DataFrame(curve).mean(skipna=False).dropna()
         numbers |= means.add_prefix("aia:").to_dict()
     for kind, section in _SECTIONS.items():
-        numbers |= {f"{kind}:{name}": of for name, of in (results.get(section) or {}).items()}
+        values = (results.get(section) or {}).items()
+        numbers |= {f"{kind}:{name}": value for name, value in values}
     parts = (results.get("decomposition") or {}).items()
-    numbers |= {f"given:{name}": of.get("oracle_accuracy") for name, of in parts}
+    numbers |= {f"given:{name}": part.get("oracle_accuracy") for name, part in parts}
     numbers |= _costs(results) | _inference(latency or {})
     return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
-def _accuracies(of: Mapping[str, Any], learner: str) -> dict[str, float]:
-    """Returns final accuracies by name, from results or from a point of the curve.
+def _accuracies(point: Mapping[str, Any], learner: str) -> dict[str, float]:
+    """Returns accuracies by name, from results or from a point of the curve.
 
-    Without a pretrained view, the adapted view of a combination is the whole combination.
+    Without a pretrained view, all components are those of the adapted view.
     """
-    parts = dict(of.get("components") or {})
+    parts = dict(point.get("components") or {})
     if parts and "pretrained_view" not in parts:
         parts |= {"adapted_view": parts["full"], "pac+rlc_adapted_view": parts["pac+rlc"]}
     if (selected := learners.selected(learner)) in parts:
         parts["selected"] = parts[selected]
-    return parts | of["accuracy"]
+    return parts | point["accuracy"]
 
 
 def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the costs of training and of FDC; None where they are not known.
+    """Returns the costs of training and of FDC, None if they are not known.
 
-    FDC's minutes are those of both views and of its fit, with the loading of images. Features of
-    E_0 out of a cache count with the seconds that they took when they were computed.
+    FDC's minutes count the loading of images, both views and the fit. Features of E_0 from the
+    cache count with the seconds that they took when they were computed.
     """
     timing, memory = results.get("timing") or {}, results.get("peak_memory_bytes") or {}
     parts = [timing.get(f"{view}_extraction_seconds") for view in ("adapted", "pretrained")]

@@ -1,4 +1,4 @@
-"""All tables of the report: ours beside the paper's, calibrators, selection rule, costs."""
+"""Tables of the report: ours beside the paper's, calibrators, tasks, and the selection rule."""
 
 import math
 import re
@@ -20,18 +20,18 @@ from fdc_jax.report.runs import Group
 
 # A row of a table by heading.
 Row = dict[str, Any]
-# Returns a number to compare with, by benchmark, learner and quantity.
+# Returns the number beside ours by benchmark, learner and quantity.
 Find = Callable[[str, str, str], paper.Published | None]
 
 
 class Table(NamedTuple):
-    """A table as text to read and, in long format, as numbers."""
+    """A table as text, and in long format as numbers."""
 
     name: str  # stem of its files
     title: str
     frame: pd.DataFrame  # labels of rows in the index; cells as text, NaN for a gap
-    note: str = ""  # how to read it: units, what is compared with what
-    scope: str = ""  # departures from the paper's protocol, to be said above the table
+    note: str = ""  # units and comparisons
+    scope: str = ""  # departures from the paper's protocol, above the table
     numbers: pd.DataFrame | None = None  # rows of `Group.record`
     best: frozenset[tuple[int, int]] = frozenset()  # row and column of cells in bold
 
@@ -41,9 +41,9 @@ class Table(NamedTuple):
         return self.frame.astype(object).where(self.frame.notna(), "–")
 
     def rows(self) -> Iterable[tuple[list[str], list[tuple[str, bool]]]]:
-        """Yields labels and cells of each row; labels that the row above has are empty.
+        """Yields labels and cells by row; labels of the row above are empty.
 
-        A cell is its text, and whether it is the best.
+        A cell is its text, and True if it is the best.
         """
         labels = self.frame.index.to_frame(index=False).astype(str)
         same = labels.eq(labels.shift()).astype(int).cummin(axis=1).astype(bool)
@@ -101,7 +101,7 @@ def _latex(cell: Any) -> str:
     return text
 
 
-# Titles, labels, lines, and how to read each table.
+# Titles, labels, lines and notes of all tables.
 _TEXTS: dict[str, Any] = read_json(Path(__file__).with_name("tables.json"))
 READING: str = _TEXTS["ours"]
 _BESIDE = (
@@ -111,9 +111,9 @@ _BESIDE = (
 
 
 def build(groups: Sequence[Group]) -> list[Table]:
-    """Builds the tables of groups; one without a number of ours is left out."""
-    besides = (beside(groups, name) for name in _BESIDE)
-    built = [of_calibrators(groups), *besides, of_selection(groups)]
+    """Builds the tables of groups that have a number of ours."""
+    compared = (beside(groups, name) for name in _BESIDE)
+    built = [of_calibrators(groups), *compared, of_selection(groups)]
     return [table for table in built if len(table.frame)]
 
 
@@ -124,7 +124,7 @@ def _table(
     numbers: Sequence[Row] = (),
     columns: Sequence[str] | None = None,
 ) -> Table:
-    """Returns a table of `tables.json`; columns are those named here or there, or of the rows."""
+    """Returns a table of `tables.json`, with columns given here, there or by the rows."""
     text = _TEXTS[name]
     made = frame(rows, text["labels"], columns or text.get("columns"))
     return Table(name, text["title"], made, text["note"], scope, pd.DataFrame(numbers))
@@ -133,7 +133,7 @@ def _table(
 def frame(
     rows: Mapping[tuple[str, ...], Row], labels: Sequence[str], columns: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Returns rows by their labels as a frame without rows and columns of gaps."""
+    """Returns a frame of rows by their labels, without empty rows and columns."""
     index = pd.MultiIndex.from_tuples(rows, names=labels) if rows else None
     columns = [*(columns or dict.fromkeys(name for row in rows.values() for name in row))]
     made = pd.DataFrame([*rows.values()], index, columns, dtype=object)
@@ -141,15 +141,14 @@ def frame(
 
 
 def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
-    """Returns row labels by the titles of groups, and the sentence above the table about them."""
+    """Returns row labels by the titles of groups, and the sentence about departures."""
     titles = dict.fromkeys(group.title for group in groups)
     departing = [title for title in titles if title]
     if len(titles) == 1:
         names, scope = dict.fromkeys(titles, "ours"), "".join(departing)
     else:
-        numbered = [*enumerate(departing, 1)]
-        names = {"": "ours"} | {title: f"ours ({n})" for n, title in numbered}
-        scope = "; ".join(f"({n}) {title}" for n, title in numbered)
+        names = {"": "ours"} | {title: f"ours ({n})" for n, title in enumerate(departing, 1)}
+        scope = "; ".join(f"({n}) {title}" for n, title in enumerate(departing, 1))
     return names, f"Ours depart from the paper's protocol: {scope}." if departing else ""
 
 
@@ -157,7 +156,7 @@ def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
 
 
 def _shown(group: Group) -> list[str]:
-    """Returns the names of the calibrators in a table: own ones, untrained ones, the task given."""
+    """Returns the names of own and untrained calibrators, `selected` and `oracle`."""
     names = [*dict.fromkeys([*group.methods, *analysis.UNTRAINED, "oracle"])]
     if learners.selected(group.learner) != "full" and FDC.name in names:
         names.insert(names.index(FDC.name) + 1, "selected")
@@ -165,11 +164,7 @@ def _shown(group: Group) -> list[str]:
 
 
 def of_calibrators(groups: Sequence[Group]) -> Table:
-    """Builds the table of calibrators side by side.
-
-    Of several seeds, means ± sample standard deviations; intervals are those of `Group.gain`.
-    `paper` is the paper's accuracy.
-    """
+    """Builds the table of calibrators side by side; intervals are those of `Group.gain`."""
     names, scope = _settings(groups)
     rows, numbers = {}, []
     for group in groups:
@@ -200,14 +195,14 @@ _KINDS = ("", "gain:", "routing:", "given:", "aia:", "storage:")
 
 
 def _record(group: Group, quantity: str, find: Find = paper.find) -> Row:
-    """Returns a quantity that a seed has as a row of numbers."""
+    """Returns a quantity of a group as a row of numbers."""
     labels = {"benchmark": group.benchmark, "learner": group.learner}
     published = find(group.benchmark, group.learner, quantity)
     return labels | group.record(quantity, published) | {"settings": group.title}
 
 
 def of_tasks(group: Group) -> Table:
-    """Builds the table of final accuracies on each task, with the forgetting below."""
+    """Builds the table of final accuracies by task, with the forgetting below."""
     names = (*group.methods, "oracle")
     columns = {formatting.method_title(name): _by_task(group, name) for name in names}
     shown = pd.DataFrame(columns).rename_axis("task").map(lambda value: number(value, 1))
@@ -215,11 +210,11 @@ def of_tasks(group: Group) -> Table:
 
 
 def _by_task(group: Group, method: str) -> pd.Series:
-    """Returns the final accuracy on each task, and the forgetting, means over seeds.
+    """Returns the final accuracy by task, and the forgetting, means over seeds.
 
-    Forgetting is the mean over all tasks but the last of their best earlier accuracy minus their
-    final one (Chaudhry et al., "Riemannian Walk for Incremental Learning", 2018). It is left out
-    where not every task was evaluated.
+    Forgetting is the mean, over all tasks except the last, of the best earlier accuracy minus the
+    final one (Chaudhry et al., "Riemannian Walk for Incremental Learning", 2018). It needs an
+    evaluation after every task.
     """
     seeds = []
     for run in group.runs:
@@ -236,7 +231,7 @@ def _by_task(group: Group, method: str) -> pd.Series:
 
 
 def _lines(table: str, own: Sequence[Group]) -> dict[str, str]:
-    """Returns what a table shows of a learner: quantities by their labels."""
+    """Returns the quantities of a table for a learner, by their labels."""
     learner, titles = own[0].learner, paper.COMPONENT_TITLES
     if table == "ablation":
         return {titles[key]: key if key == "raw" else f"gain:{key}" for key in titles}
@@ -257,12 +252,12 @@ def beside(
     lines: Callable[[Sequence[Group]], Mapping[str, str]] | None = None,
     find: Find = paper.find,
 ) -> Table:
-    """Builds a table with a column per benchmark, and rows of ours, the paper's, the difference.
+    """Builds a table with columns by benchmark, and rows of ours, the paper's, the difference.
 
     Args:
         groups: of `runs.load`.
         table: its name in `tables.json`.
-        lines: returns quantities by their labels, for the groups of a learner; by default `_lines`.
+        lines: returns quantities by their labels for the groups of a learner, by default `_lines`.
         find: returns the number beside ours, by default the paper's.
     """
     other = "paper" if find is paper.find else table
@@ -287,8 +282,7 @@ def beside(
 
 def _records(own: Sequence[Group], quantity: str, find: Find) -> Iterable[Row]:
     """Yields a learner's records of a quantity, and of its mean over the paper's benchmarks."""
-    able = [group for group in own if group.values(quantity)]
-    records = [_record(group, quantity, find) for group in able]
+    records = [_record(group, quantity, find) for group in own if group.values(quantity)]
     yield from records
     for settings in dict.fromkeys(record["settings"] for record in records):
         means = {r["benchmark"]: r["mean"] for r in records if r["settings"] == settings}
@@ -304,7 +298,7 @@ def _records(own: Sequence[Group], quantity: str, find: Find) -> Iterable[Row]:
 
 
 def _cells(record: Row, ours: str, other: str) -> dict[str, str]:
-    """Returns the text of a record by the label of its row."""
+    """Returns the texts of a record by the label of the row."""
     signed = record["quantity"].startswith(("gain", "added", "correlation", "contribution"))
     usual = record["n"] in (None, paper.NUMBERS["num_seeds"])
     cells = {ours: formatting.mean(record, signed=signed) + ("" if usual else f" ({record['n']})")}
@@ -318,7 +312,7 @@ def _cells(record: Row, ours: str, other: str) -> dict[str, str]:
 
 
 def _best(made: pd.DataFrame) -> frozenset[tuple[int, int]]:
-    """Returns row and column of the largest mean of ours in every column."""
+    """Returns row and column of the largest mean of ours by column."""
     own = np.array([str(label[-1]).startswith("ours") for label in made.index])
     means = made.map(lambda cell: float(cell.split()[0]) if isinstance(cell, str) else math.nan)
     cells = np.argwhere((means.eq(means[own].max()) & own[:, None]).to_numpy())
@@ -327,17 +321,17 @@ def _best(made: pd.DataFrame) -> frozenset[tuple[int, int]]:
 
 # Selection rule ----------------------------------------------------------------------------------
 
-# Components that the paper selects from, by the key of their stand-alone result.
+# Components of the selection rule by the key of their stand-alone result.
 _PARTS = {"tsf": "TSF", "pac+rlc_pretrained_view": "E_0", "pac+rlc_adapted_view": "E_T"}
 
 
 def _gains(own: Sequence[Group], key: str) -> list[float]:
-    """Returns the mean gain of some components on each benchmark."""
+    """Returns the mean gains of a combination of components by benchmark."""
     return [float(np.mean(group.values(f"gain:{key}"))) for group in own]
 
 
 def selected(own: Sequence[Group]) -> str:
-    """Returns the components, as a key of `components`, that own runs of a learner select.
+    """Returns the key of the components that the runs of a learner select.
 
     The paper's rule ("Plug-and-Play Calibration"): a component is enabled if its stand-alone gain,
     averaged over seeds, is positive on every benchmark.
@@ -352,7 +346,7 @@ def selected(own: Sequence[Group]) -> str:
 
 
 def of_selection(groups: Sequence[Group]) -> Table:
-    """Builds the table of selected components, and of the pairs of learner and set with a gain."""
+    """Builds the table of selected components and of pairs of learner and benchmark with a gain."""
     names, scope = _settings(groups)
     members: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
@@ -383,14 +377,14 @@ def of_selection(groups: Sequence[Group]) -> Table:
         ]
     numbers: list[Row] = []
     table: Any = pd.DataFrame(gains, columns=["learner", "settings", "choice", "gain"])
-    for key, of in table.groupby(["learner", "settings", "choice"], sort=False)["gain"]:
+    for key, pairs in table.groupby(["learner", "settings", "choice"], sort=False)["gain"]:
         learner, title, choice = key
-        positive, mean = int((of > 0).sum()), float(of.mean())
-        text = f"{positive} of {len(of)}, {number(mean, signed=True)}"
+        positive, mean = int((pairs > 0).sum()), float(pairs.mean())
+        text = f"{positive} of {len(pairs)}, {number(mean, signed=True)}"
         rows.setdefault((learner, title), {})[f"gains, {choice}"] = text
         for name, value in (("pairs with a gain", positive), ("gain", mean)):
             labels = {"learner": learner, "calibrator": choice, "quantity": name}
-            numbers.append(labels | {"mean": value, "n": len(of), "settings": title})
+            numbers.append(labels | {"mean": value, "n": len(pairs), "settings": title})
     titles = {"plugged": "learners of Table plugin"}
     titled = {
         (titles.get(learner) or learners.title(learner), title): row
