@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> None:
     for note in _notes(predictions):
         progress.line(note)
     progress.start(len(predictions), 0)
-    start, counts = time.perf_counter(), collections.Counter[str]()
+    start, counts = time.perf_counter(), collections.Counter(images=0, unlike=0, labelled=0)
     answers: _Answers = collections.defaultdict(collections.Counter)
     printed: list[pd.DataFrame] = []
     shown: list[tuple[float, dict[str, Any], UInt8[np.ndarray, "s s 3"]]] = []
@@ -218,7 +218,7 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
         notice=_UNFINISHED if predictions.before_training else "",
         method=method,
         accuracy=_accuracies(predictions).get(method),
-        **{"labelled": 0, **counts},
+        **counts,
         unreadable=[_short(name) for name in names],
         shown=shown,
     )

@@ -261,7 +261,9 @@ def test_latency_is_of_runs_that_were_timed(tmp_path):
 def test_errors_that_the_task_corrects(ours):
     of = [each["accuracy"] for each in of_seeds()]
     shares = [100 * (95 - each["raw"]) / (100 - each["raw"]) for each in of]
-    row = lines(ours["task_identity"], "Cumulative-LoRA", "errors that it corrects, %")["ours"]
+    row = lines(ours["task_identity"], "Cumulative-LoRA", "errors that the task corrects, %")[
+        "ours"
+    ]
     assert row["CIFAR-100"] == written(shares)
 
 
