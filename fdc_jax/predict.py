@@ -95,9 +95,9 @@ def _run(options: argparse.Namespace) -> None:
             file.write(text.encode())
             if counts["images"] < _PRINTED:
                 printed.append(table)
-            counts.update(images=len(table), changed=np.count_nonzero(table["changed"]))
+            counts.update(images=len(table), changed=int(np.count_nonzero(table["changed"])))
             if "unlike_learned" in table:
-                counts.update(unlike=np.count_nonzero(table["unlike_learned"]))
+                counts.update(unlike=int(np.count_nonzero(table["unlike_learned"])))
             if classes:
                 for true, answer in table[["true_class", "class"]].to_numpy():
                     answers[true][answer] += 1
