@@ -101,3 +101,10 @@ def test_what_calibrators_got_right_stands_side_by_side():
     # Of a task without images there is no accuracy.
     later = evaluation.measure(both, np.array([2, 2, 3]), np.array([1, 1, 1]))
     assert later["task_accuracy"]["raw"] == [None, 0]
+    assert later["decomposition"]["raw"]["wrong_task_oracle_right"] == pytest.approx(200 / 3)
+
+
+def test_the_calibration_error_has_fifteen_bins():
+    """0.06 is in the first bin, 0.069 in the second one."""
+    error = evaluation.calibration_error(np.array([0.06, 0.069]), np.array([True, False]))
+    assert error == pytest.approx(100 * (0.94 + 0.069) / 2)
