@@ -106,6 +106,8 @@ def test_typicality_is_the_share_of_left_out_images_that_are_no_more_familiar():
     gained = some.typicality(later, familiar + 1.0)
     np.testing.assert_allclose(gained, [0.1, 0.5, 0.9], atol=0.001)
     assert kept.typicality(known, np.array([-1e9]))[0] == 1 / 5001
+    # Images that are equally familiar count.
+    assert kept.typicality(known, np.array([2.0 + kept.values.max()]))[0] == 1.0
 
 
 def test_values_of_few_images_fit_the_statistics_of_many():
