@@ -101,6 +101,9 @@ def test_the_steps_of_every_task_are_taken_once(whole):
     # The first step of a process compiles and does not count.
     assert timing["training_images"] == 4 * 60 - 18
     assert timing["test_extraction_images"] == 30 + 60
+    seconds = timing["training_seconds"]
+    assert timing["input_wait_fraction"] == pytest.approx(timing["input_wait_seconds"] / seconds)
+    assert timing["training_images_per_second"] == pytest.approx((4 * 60 - 18) / seconds)
     for name in ("training", "previous_extraction"):
         assert timing[f"{name}_seconds"] > 0
     for name in ("fit", "score"):

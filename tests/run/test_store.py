@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 
@@ -66,8 +68,11 @@ def test_config_files_are_never_rewritten_silently(copy, cache):
     assert not (copy / "config.json").exists()
 
 
-def test_results_are_written_again(whole, copy, cache):
-    (copy / "results.json").unlink()
+@pytest.mark.parametrize("lost", [(), ("tasks/task_001.json",)], ids=["results", "evaluation"])
+def test_results_are_written_again(whole, copy, cache, lost):
+    """As by a process that was killed before the last evaluation, or after it."""
+    for name in ("results.json", *lost):
+        (copy / name).unlink()
     go(config(cache), copy)
     small_runs.same_outcome(whole, copy)
 
@@ -79,6 +84,17 @@ def test_records_of_tasks_that_are_learned_again_are_removed(copy):
     assert store.recorded_tasks() == [0, 1]
     store.forget_after(1)
     assert store.recorded_tasks() == [0]
+
+
+def test_calibrators_of_the_newest_checkpoints_and_of_the_task_before_stay(tmp_path):
+    store = object.__new__(Store)
+    RunPaths.__init__(store, tmp_path)
+    store._config = config(tmp_path, save_features=False, checkpoint__keep=2)
+    (tmp_path / "calibrators").mkdir()
+    for task in range(5):
+        store.keep(task, {"fdc": types.SimpleNamespace(save=Path.touch)}, None)
+    names = sorted(path.name for path in (tmp_path / "calibrators").iterdir())
+    assert names == ["fdc_003.npz", "fdc_004.npz", "fdc_005.npz"]
 
 
 # Whose directory it is ---------------------------------------------------------------------------
