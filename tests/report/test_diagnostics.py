@@ -1,6 +1,7 @@
 """Diagnostics against plain float64 NumPy written from the paper's formulas."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -130,3 +131,9 @@ def test_densities_of_more_than_a_hundred_tasks_are_laid_out_at_once():
     # A column at a time would make pandas warn from the 101st on, and warnings are errors here.
     tasks, u = np.repeat(np.arange(120), 3), np.random.default_rng(0).normal(size=360)
     assert list(diagnostics._densities(u, tasks)) == list(range(120))
+
+
+def test_fewer_than_four_pairs_of_tasks_have_no_correlation():
+    pairs = pd.DataFrame({"error": [1.0, 3.0, 2.0, 4.0], "adapted_residual": [1.0, 2.0, 3.0, 4.0]})
+    assert diagnostics.correlations(pairs)["adapted_residual"] == pytest.approx(0.8)
+    assert diagnostics.correlations(pairs[:3]).empty
