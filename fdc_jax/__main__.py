@@ -45,7 +45,7 @@ def main() -> None:
 
         sys.exit(paper.main())
     elif name in PROGRAMS:
-        sys.path.append(os.getcwd())  # where a learner of the user's own may lie
+        sys.path.append("")  # where a learner of the user's own may lie
         runpy.run_module(f"fdc_jax.{name}", run_name="__main__")
     elif name == "--version":
         print(fdc_jax.__version__)

@@ -251,7 +251,8 @@ class Ending:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         try:
-            sys.stdout.flush()
+            if sys.stdout:  # None if the shell closed it
+                sys.stdout.flush()
         except OSError as closed:
             error = error or closed
         known = error and outcome(error)

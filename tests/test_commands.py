@@ -59,6 +59,18 @@ def test_what_the_system_refuses_is_one_line(error, code, text, capsys):
         Program("predict", "").run(lambda options: 1 / 0, [])
 
 
+@pytest.mark.parametrize(
+    "shell", ["mkdir gone; cd gone; rmdir ../gone; {} absent.npz", "{} absent.npz >&-"]
+)
+def test_a_deleted_folder_or_a_closed_output_is_no_traceback(shell, tmp_path):
+    command = shell.format(f"{sys.executable} -m fdc_jax posthoc")
+    environment = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
+    options = {"shell": True, "cwd": tmp_path, "env": environment, "text": True}
+    done = subprocess.run(command, stderr=subprocess.PIPE, **options)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "absent.npz: no such file or folder" in done.stderr
+
+
 # Ctrl-C at the first import of a module that swallows it.
 INTERRUPTED = """
 import os, signal, sys
