@@ -9,6 +9,7 @@ import pytest
 
 from fdc_jax import calibration, heads
 from fdc_jax.calibration import inputs
+from fdc_jax.calibration.calibrator import weak_head
 from fdc_jax.calibration.inputs import BLOCK_ROWS
 from fdc_jax.errors import InputError
 from tests.calibration import streams
@@ -70,6 +71,7 @@ TASKS = [
     (dict(adapted=3), "adapted features of task 1: cannot be read as an array: found int"),
     (dict(labels=SECOND.labels[:-1]), "labels of task 1: expected 45 rows .* found 44"),
     (dict(labels=SECOND.labels.astype(float)), "labels of task 1: expected integers, found fl"),
+    (dict(labels=SECOND.labels.astype(np.uint64) + 2**63), "does not fit a signed 64-bit integer"),
     (dict(labels=SECOND.labels[None]), r"labels of task 1: expected shape \[samples\], found"),
     (dict(labels=SECOND.labels - 1), "label 2 already belongs to task 0"),
     (dict(classes=[3, 4, 5, 9]), "label 6 at row 3 is none of the head's classes"),
@@ -289,6 +291,14 @@ def test_a_head_in_another_order_is_warned_of_once(caplog):
         fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]), classes=[6, 5, 4, 3])
         fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]), method="ncm")
     assert not lines(caplog)
+
+
+@pytest.mark.parametrize(("right", "warned"), [(29, True), (30, False)])
+def test_a_head_is_warned_of_below_three_times_chance(right, warned):
+    rows = np.arange(100) % 10
+    task = inputs.TaskInput(0, [], rows, np.arange(10), np.bincount(rows), None, None)
+    predicted = np.where(np.arange(100) < right, rows, (rows + 1) % 10)
+    assert bool(weak_head(task, predicted)) == warned
 
 
 def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog):
