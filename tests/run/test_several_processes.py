@@ -110,7 +110,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
     running[1].send_signal(signal.SIGTERM)
     ours, others = finish_two(running, expected=75)
     assert ours.splitlines()[-1] == "fdc_jax.run: stopped by SIGTERM; the same command resumes"
-    assert others == ""
+    assert [line for line in others.splitlines() if "stopping" not in line] == []
     assert list((workdir / "checkpoints").iterdir())
     finish_two(start_two(workdir, never, "--quiet", cache=cache))
     same_outcome(workdir, two)
