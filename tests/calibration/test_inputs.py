@@ -70,6 +70,7 @@ TASKS = [
     (dict(adapted=SECOND.adapted.astype(str)), "adapted features of task 1: expected real numbers"),
     (dict(adapted=3), "adapted features of task 1: cannot be read as an array: found int"),
     (dict(labels=SECOND.labels[:-1]), "labels of task 1: expected 45 rows .* found 44"),
+    (dict(labels=SECOND.labels.repeat(2)), "labels of task 1: expected 45 rows .* found 90"),
     (dict(labels=SECOND.labels.astype(float)), "labels of task 1: expected integers, found fl"),
     (dict(labels=SECOND.labels.astype(np.uint64) + 2**63), "does not fit a signed 64-bit integer"),
     (dict(labels=SECOND.labels[None]), r"labels of task 1: expected shape \[samples\], found"),
