@@ -73,8 +73,11 @@ class Dataset:
 
     def image(self, index: int) -> Image.Image:
         """Returns a decoded image; raises InputError if it cannot be read."""
-        description = f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
-        return images.decode(self.read(index), description, self.upright)
+        return images.decode(self.read(index), self.describe(index), self.upright)
+
+    def describe(self, index: int) -> str:
+        """Returns the name of an image in error messages."""
+        return f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
 
     @functools.cached_property
     def checksum(self) -> str:
