@@ -99,8 +99,9 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(name, module):
 
 # A body that keeps the main thread for hours, as a compiled program may for minutes.
 BUSY = """
-import hashlib, sys, threading
+import hashlib, signal, sys, threading
 from fdc_jax.errors import Program, stop_on_signals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells ignore it in the background.
 def work(*_):
     threading.Timer(1, print, ["works"], {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)

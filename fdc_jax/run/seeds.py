@@ -191,9 +191,11 @@ def _explained(config: Config) -> Iterator[None]:
         if not methods:
             raise
         text = f"learner.name: {name}: {errors.origin(error)}"
-        if known := [method for method in methods if hasattr(learners.Learner, method)]:
-            names = inspect.getfullargspec(getattr(learners.Learner, known[0])).args
-            text += f"; expected {known[0]}({', '.join(names)})"
+        known = [name for name in methods if callable(getattr(learners.Learner, name, None))]
+        if known:
+            parameters = inspect.signature(getattr(learners.Learner, known[0])).parameters.values()
+            required = [it.name for it in parameters if it.default is it.empty]
+            text += f"; expected {known[0]}({', '.join(required)})"
         raise InputError(f"{text}; --traceback shows the calls") from error
 
 
