@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> None:
         if name not in METHODS:
             raise InputError(did_you_mean("--method", name, ("all", *METHODS)))
     settings, sweep = _settings(options, names)
-    files = [Path(file) for file in options.features]
+    files = [named_path("features", file) for file in options.features]
     files = [_EXAMPLE if str(f) == "example" and not f.exists() else f for f in files]
     folder = options.output is not None and not Path(options.output).suffix
     devices.keep_programs(user_cache())

@@ -446,3 +446,10 @@ def test_what_moving_lacks_is_named(tmp_path, arrays):
     assert "train_previous_1" in fails(path, "--method=ncm", "--moved")
     code, out, error = run(path, "--method=gaussians")
     assert (code, (out + error).count("without drift compensation")) == (0, 1)
+
+
+def test_an_empty_name_is_not_the_current_folder(source, tmp_path, monkeypatch, capsys):
+    feature_files.write(tmp_path, dict(np.load(source)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["", "--method=ncm"]) == 2
+    assert "features: expected a path, found none" in capsys.readouterr().err
