@@ -303,7 +303,7 @@ def _describe(
     if grid and facts.get("image_size", 0) // patch != grid:
         facts["image_size"] = patch * grid
     variant = dataclasses.replace(variant, **facts)
-    if variant.heads < 1 or width % variant.heads:
+    if variant.heads < 1 or width % variant.heads or isinstance(variant.heads, float):
         raise InputError(f"{path}: {variant.heads} heads do not divide its width {width}")
     name = _name(family, variant)
     if family == "augreg" and name in vit.VARIANTS:

@@ -299,6 +299,7 @@ WITHOUT_POOLING = {name: None for name in load_file(weights_of("hf_siglip")) if 
         ("hf_vit", (), {"hidden_act": "silu"}, "expected twice as many gates as hidden units"),
         ("hf_vit", (), {"num_attention_heads": "two"}, "expected arrays of a supported encoder"),
         ("hf_vit", (), {"num_attention_heads": 5}, "5 heads do not divide its width 24"),
+        ("hf_vit", (), {"num_attention_heads": 2.0}, "2.0 heads do not divide its width 24"),
         ("timm_vit", (), {"architecture": "swin_tiny"}, "architecture: expected .*'swin_tiny'"),
         ("timm_dinov3", (), {"architecture": "vit_small_patch16_lingbot"}, "expected .* DINOv3"),
         ("timm_vit", (), {"model_args": {}}, "model_args.num_heads: expected the number of heads"),
