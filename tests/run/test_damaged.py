@@ -135,6 +135,13 @@ def test_predictions_are_labels_and_tasks_of_the_run(run, change):
     assert f"predictions.npz: {min(change)}: expected 60 whole numbers below" in outcome(run)
 
 
+def test_a_field_of_the_configuration_is_no_object(run):
+    saved = json.loads((run / "config.json").read_text())
+    for value in ({}, {"a": 1}):
+        (run / "config.json").write_text(json.dumps(saved | {"classes_per_task": value}))
+        assert "config.json: config.classes_per_task: expected a value, found an o" in outcome(run)
+
+
 def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
     good = shutil.copytree(run, tmp_path / "good")
     (run / "results.json").write_text("{}")
