@@ -136,6 +136,8 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
     for field, value in saved.items():
         if field in fields.keys() - OF_A_HOST and value is not None:
             try:
+                if isinstance(value, dict):
+                    raise TypeError("expected a value, found an object")
                 plain = tuple(value) if isinstance(value, list) else value
                 config.update_from_flattened_dict({field: plain})
             except (TypeError, ValueError) as error:
