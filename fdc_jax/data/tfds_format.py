@@ -55,8 +55,7 @@ def open_prepared(
         try:
             builder: Any = tfds.builder_from_directory(str(folder))
             names = TEST_NAMES if split == "test" else ()
-            name_there = next(filter(builder.info.splits.__contains__, names), split)
-            stored = builder.info.splits[name_there]
+            stored = builder.info.splits[next(filter(builder.info.splits.get, names), split)]
             keys = image_key, label_key, _ = _keys(builder.info)
             decoders = {image_key: tfds.decode.SkipDecoding()}
             if builder.info.file_format is tfds.core.FileFormat.TFRECORD:
