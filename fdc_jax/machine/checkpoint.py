@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from fdc_jax.errors import InputError, line
 from fdc_jax.machine import devices, processes
-from fdc_jax.machine.files import MANIFEST, check_manifest, write_manifest
+from fdc_jax.machine.files import MANIFEST, check_manifest, sha256, write_manifest
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
         self._folder, self._read_only = Path(folder).absolute(), read_only
+        self._manager: Any = None
         self._open(keep)
 
     @processes.on_first
@@ -44,6 +45,11 @@ class Checkpoints:
         if self._read_only and not self._folder.is_dir():
             raise InputError(f"{self._folder}: expected a checkpoint of the run, found no folder")
         self._folder.mkdir(parents=True, exist_ok=True)
+        # Orbax does not open the folder if a value in one of these files is damaged.
+        for path in self._folder.glob("[0-9]*/_CHECKPOINT_METADATA"):
+            manifest = path.with_name(MANIFEST)
+            if manifest.exists() and sha256(path) not in manifest.read_text(errors="replace"):
+                self._move_aside(int(path.parent.name), "its metadata are damaged")
         first_alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -53,7 +59,12 @@ class Checkpoints:
             read_only=self._read_only,
             multiprocessing_options=first_alone,
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+        except Exception as error:  # Orbax raises many types for damaged files.
+            raise InputError(
+                f"{self._folder}: unreadable checkpoints ({_reason(error)})"
+            ) from error
 
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
         """Writes arrays and JSON values under a number that is larger than those before.
@@ -151,7 +162,8 @@ class Checkpoints:
         text = "checkpoint %s is unusable (%s); moved to %s; the checkpoint before it is used"
         _log.warning(text, path, reason, aside.name)
         os.replace(path, aside)
-        self._manager.reload()
+        if self._manager:
+            self._manager.reload()
 
 
 def _reason(error: Exception) -> str:

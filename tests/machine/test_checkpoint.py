@@ -1,5 +1,6 @@
 """Checkpoints: types survive, damage is noticed, the one before it is used."""
 
+import contextlib
 import logging
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 from fdc_jax.machine.checkpoint import Checkpoints
 
@@ -50,6 +52,18 @@ def test_round_trip_keeps_types_values_and_cursor(filled):
     assert_equal_trees(restored, make_tree(3))
     assert isinstance(restored["trained"]["head"], LinearHead)
     assert isinstance(restored["optimizer"], optax.ScaleByAdamState)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff{}", b'{"init_timestamp_nsecs": {}}'])
+def test_damaged_metadata_of_one_checkpoint(filled, tmp_path, caplog, content):
+    folder = tmp_path / "checkpoints"
+    (folder / "3" / "_CHECKPOINT_METADATA").write_bytes(content)
+    with contextlib.suppress(InputError):  # A reader without rights says so, or uses the other.
+        assert numbers(Checkpoints(folder, read_only=True)) == [2]
+    assert (folder / "3").exists()
+    assert numbers(Checkpoints(folder)) == [2]
+    assert (tmp_path / "checkpoints_unusable_3").exists()
+    assert "checkpoints/3 is unusable" in caplog.text
 
 
 def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path):
