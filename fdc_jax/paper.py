@@ -168,8 +168,8 @@ def _find_data(benchmark: str, data: str) -> dict[str, str]:
     Raises:
         InputError: the data are missing.
     """
-    folder = named_path("--data", data)
-    paths = sorted(folder.iterdir(), key=Path.is_file) if data and folder.is_dir() else []
+    folder = named_path("--data", data) if data else None
+    paths = sorted(folder.iterdir(), key=Path.is_file) if folder and folder.is_dir() else []
     file, page = benchmarks.ARCHIVES.get(benchmark, (cifar100.ARCHIVE_NAME, ""))
     for path in paths if benchmark != "digits" else ():
         if benchmark == "cifar100" and path.name == benchmark:

@@ -252,8 +252,8 @@ class Calibrated(nn.Module):
         previous: adapted features of a task's images before it is learned, None outside of a task.
 
     Raises:
-        InputError: `calibrator` is no calibrator; in `forward`, no task was fitted, or features
-        have another width than the fitted ones.
+        InputError: `calibrator` is no calibrator; in `forward`, no task was fitted, or the width of
+            features differs from that of the fitted ones.
     """
 
     classes: torch.Tensor

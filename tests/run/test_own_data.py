@@ -256,7 +256,10 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
     assert small_runs.run(same, workdir) == small_runs.results(grown[0])
     command.show(same, str(workdir), quiet=True)
     page = (workdir / "report" / "report.html").read_text()
-    assert "Cumulative-LoRA on trees" in page and "needs the images of trees" not in page
+    assert (
+        "Cumulative-LoRA with class Gaussians on trees" in page
+        and "needs the images of trees" not in page
+    )
     classes = (workdir / "report" / "classes_1.html").read_text()
     assert all(name in classes for name in ALL)
     for table in (workdir / "report" / "tables").glob("*.csv"):
