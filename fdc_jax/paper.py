@@ -105,7 +105,7 @@ class Run(NamedTuple):
 
     @property
     def state(self) -> str:
-        """One of done, running, begun, to do, and other, if the folder holds another run."""
+        """State of the run: done, running, begun, to do, or other: the folder has another run."""
         if self.other:
             return "other"
         if self.results:
@@ -390,7 +390,7 @@ def _in_worker(run: Run, folder: str) -> Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, the code of the first run that failed, or an error's."""
     argv = sys.argv[1:] if arguments is None else arguments
-    sys.path.append(os.getcwd())  # where a learner of the user's own may lie
+    sys.path.append("")  # where a learner of the user's own may lie
     program = errors.Program(
         "paper",
         "Make all runs of the paper and its tables; --config.FIELD=VALUE are those of fdc run.",

@@ -59,16 +59,24 @@ def test_what_the_system_refuses_is_one_line(error, code, text, capsys):
         Program("predict", "").run(lambda options: 1 / 0, [])
 
 
+_GONE = "mkdir gone; cd gone; rmdir ../gone; "
+
+
 @pytest.mark.parametrize(
-    "shell", ["mkdir gone; cd gone; rmdir ../gone; {} absent.npz", "{} absent.npz >&-"]
+    ("shell", "text"),
+    [
+        (_GONE + "{} posthoc absent.npz", "absent.npz: no such file or folder"),
+        ("{} posthoc absent.npz >&-", "absent.npz: no such file or folder"),
+        (_GONE + "{} paper --benchmarks=digits --dry_run", "No such file or directory"),
+    ],
 )
-def test_a_deleted_folder_or_a_closed_output_is_no_traceback(shell, tmp_path):
-    command = shell.format(f"{sys.executable} -m fdc_jax posthoc")
+def test_a_deleted_folder_or_a_closed_output_is_no_traceback(shell, text, tmp_path):
+    command = shell.format(f"{sys.executable} -m fdc_jax")
     environment = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
     options = {"shell": True, "cwd": tmp_path, "env": environment, "text": True}
     done = subprocess.run(command, stderr=subprocess.PIPE, **options)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "absent.npz: no such file or folder" in done.stderr
+    assert text in done.stderr
 
 
 # Ctrl-C at the first import of a module that swallows it.

@@ -77,10 +77,8 @@ def reference(known: Any, counts: Int[np.ndarray, " c"], kind: type = np.float64
     means = ((known.means - middle) * (counts > 0)[:, None]).astype(kind)
     about = means * np.sqrt(counts, dtype=kind)[:, None]
     classes, total = int((counts > 0).sum()), scatter + about.T @ about
-    precision, whole = (
-        shared_precision(scatter, images, classes),
-        shared_precision(total, images, 1),
-    )
+    precision = shared_precision(scatter, images, classes)
+    whole = shared_precision(total, images, 1)
     constants = np.where(counts > 0, ((means @ precision) * means).sum(axis=1) / 2, np.inf)
     inner, turned = precision @ scatter / kind(images), means @ whole
     u = _growth(np.trace(inner), max(images / classes, 2), images)
@@ -154,9 +152,8 @@ class Familiarity(NamedTuple):
 
     def typicality(self, known: Reference, familiar: Float[np.ndarray, " n"]) -> Any:
         """Returns the share of left-out images, in (0, 1], that are at most as familiar."""
-        expected, deviations = (
-            np.asarray(values)[self.columns] for values in (known.expected, known.deviations)
-        )
+        expected = np.asarray(known.expected)[self.columns]
+        deviations = np.asarray(known.deviations)[self.columns]
         values = expected + deviations * self.values
         if newest := len(self.gains):
             order = np.argsort(self.values[-newest:])

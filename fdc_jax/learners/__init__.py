@@ -169,9 +169,9 @@ def difference(expected: Any, found: Any) -> str:
             for path, x in leaves
         }
 
-    one, other = kinds(expected), kinds(found)
-    for path in [*one, *other]:
-        if one.get(path) != other.get(path):
-            kind = f"expected {one.get(path, 'nothing')}, found {other.get(path, 'nothing')}"
+    wanted, present = kinds(expected), kinds(found)
+    for path in [*wanted, *present]:
+        if wanted.get(path) != present.get(path):
+            kind = f"expected {wanted.get(path, 'nothing')}, found {present.get(path, 'nothing')}"
             return f"{escaped(path)[:80] or 'the root'}: {kind}"
     return ""
