@@ -97,7 +97,7 @@ class Group:
         if gains.nunique() > 1:
             return evaluation.student(gains, 0.0 if over is None else -100.0, 100.0)
         columns = predictions(self.runs[0])
-        if f"{method}_label" not in columns:
+        if not {f"{name}_label" for name in (method, over or method)} <= columns.keys():
             return None
         label, chosen = columns["label"], columns[f"{method}_label"]
         if over is None:

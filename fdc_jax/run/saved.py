@@ -295,8 +295,8 @@ class Run(RunPaths):
     def predictions(self) -> dict[str, np.ndarray]:
         """Columns of `predictions.npz`, a row per test image, checked."""
         columns, results = read_npz(self.predictions_file), self.results or {}
-        if "label" not in columns:
-            raise InputError(f"{self.predictions_file}: expected labels, found none")
+        for name in sorted({"label", "task"} - columns.keys()):
+            raise InputError(f"{self.predictions_file}: expected the column {name}, found none")
         limits = {"task": self.num_tasks, "label": results.get("num_classes", sum(self._planned))}
         rows = results.get("num_test_images", columns["label"].size)
         for name, column in columns.items():
@@ -307,6 +307,7 @@ class Run(RunPaths):
                     f"{self.predictions_file}: {escaped(name)[:80]}: expected {rows} whole numbers "
                     f"below {limit}, found {column.dtype}{[*column.shape]}"
                 )
+            columns[name] = column.astype(np.int32) if limit else column
         return columns
 
     @jax.enable_x64(False)

@@ -81,7 +81,8 @@ def group_of(folder, wrong=0, features=True, labels=None):
     of = feature_set()
     true = of.test_labels if labels is None else labels
     fdc = np.where(np.arange(len(true)) < wrong, true + 1, true)
-    columns = {"label": true, "raw_label": np.zeros_like(true), "fdc_label": fdc}
+    none = np.zeros_like(true)
+    columns = {"label": true, "task": none, "raw_label": none, "fdc_label": fdc}
     accuracy = {"raw": 100 * np.mean(true == 0), "fdc": 100 * np.mean(fdc == true), "oracle": 99.0}
     sizes = {"num_test_images": len(true), "num_classes": int(true.max()) + 2}
     found = made_up.results(benchmark="digits", accuracy=accuracy, **sizes)
@@ -124,6 +125,13 @@ def test_the_verdict_is_the_paired_interval_against_the_best_of_no_training(
     assert console.verdict(group).startswith(said)
     console.show(group)
     assert console.verdict(group) in capsys.readouterr().out
+
+
+def test_no_verdict_without_predictions_of_both_methods():
+    run = made_up.run(1, benchmark="digits")
+    run.results["accuracy"]["ncm-pretrained"] = 50.0
+    (group,) = made_up.groups(run)
+    assert group.untrained == "ncm-pretrained" and console.verdict(group) == ""
 
 
 def test_features_of_other_images_or_none_say_nothing(tmp_path):

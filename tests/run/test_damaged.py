@@ -135,6 +135,21 @@ def test_predictions_are_labels_and_tasks_of_the_run(run, change):
     assert f"predictions.npz: {min(change)}: expected 60 whole numbers below" in outcome(run)
 
 
+@pytest.mark.parametrize("name", ["label", "task", "raw_label", "fdc_label"])
+def test_predictions_have_true_labels_and_tasks(run, name):
+    columns = small_runs.predictions(run)
+    del columns[name]
+    np.savez(run / "predictions.npz", **columns)
+    line = f"{run}/predictions.npz: expected the column {name}, found none"
+    assert outcome(run) == (line if name in ("label", "task") else None)
+
+
+def test_predictions_are_of_any_whole_type(run):
+    columns, best = small_runs.predictions(run), "gaussians_label"
+    np.savez(run / "predictions.npz", **columns | {best: columns[best].astype(np.uint64)})
+    assert outcome(run) is None
+
+
 def test_a_field_of_the_configuration_is_no_object(run):
     saved = json.loads((run / "config.json").read_text())
     for value in ({}, {"a": 1}):
