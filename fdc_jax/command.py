@@ -85,6 +85,8 @@ def configured(words: Sequence[str]) -> Any:
 def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
     """Parses a command line; raises InputError."""
     errors.refuse_repeated(argv)
+    if any(re.match("--?flagfile", word) for word in argv):  # absl would read devices without end
+        raise InputError("--flagfile: write a configuration file instead, and name it by --config")
     try:
         _define_config(values, argv)
         rest = values(argv)
@@ -99,8 +101,7 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
     if values["config"].value is None:
         from fdc_jax.run import configuration
 
-        known = ", ".join(configuration.named())
-        raise InputError(f"--config: expected a file, or one of {known}")
+        raise InputError(f"--config: expected a file, or one of {', '.join(configuration.named())}")
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -77,9 +77,6 @@ class StopRequest:
 
 
 signals: list[int] = []  # numbers of the signals that `announced` has seen
-# Seconds in which a process may end without a line, and in which a second signal is taken for the
-# first one, as `timeout` sends two.
-_PATIENCE = 0.5
 
 
 @contextlib.contextmanager
@@ -101,7 +98,7 @@ def announced(title: str, text: str) -> Iterator[None]:
         with receiver, contextlib.suppress(IndexError):  # of an empty answer: the block has ended
             number = receiver.recv(1)[0]
             signals.append(number)
-            time.sleep(_PATIENCE)
+            time.sleep(0.5)  # It may end without a line, or get a second signal, as by `timeout`.
             receiver.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 receiver.recv(99)[0]
@@ -111,7 +108,15 @@ def announced(title: str, text: str) -> Iterator[None]:
             sys.stderr.flush()
             os._exit(128 + receiver.recv(1)[0])
 
+    def repeat(ignored: Any) -> None:
+        # Python ignores what a handler raises in a callback of the garbage collector, as JAX's.
+        if isinstance(ignored.exc_value, Interrupted | KeyboardInterrupt):
+            threading.Timer(0.01, lambda: os.kill(os.getpid(), signals[-1])).start()
+        else:
+            hook(ignored)
+
     threading.Thread(target=listen, daemon=True).start()
+    hook, sys.unraisablehook = sys.unraisablehook, repeat
     with sender:
         sender.setblocking(False)
         signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
@@ -119,6 +124,7 @@ def announced(title: str, text: str) -> Iterator[None]:
             yield
         finally:
             signal.set_wakeup_fd(-1)
+            sys.unraisablehook = hook
 
 
 @contextlib.contextmanager
@@ -131,8 +137,7 @@ def stop_on_signals(
         yield request
         return
 
-    numbers = signal.SIGTERM, signal.SIGINT
-    previous = {number: signal.signal(number, request.handle) for number in numbers}
+    previous = {n: signal.signal(n, request.handle) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         with announced(title, text):
             yield request

@@ -164,6 +164,41 @@ def test_a_stop_within_a_block_that_does_not_poll():
     assert b"t: stopped by SIGTERM; the same command resumes" in done.stderr.splitlines()
 
 
+# Ctrl-C in a callback of the garbage collector, which JAX has, too.
+COLLECTED = """
+import gc, signal, sys, time
+from fdc_jax.errors import Ending, Program, stop_on_signals
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def body(options):
+    def interrupt(*_):
+        gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)
+    gc.callbacks.append(interrupt)
+    gc.collect()
+    time.sleep(10)
+if sys.argv[1] == "run":
+    with Ending("fdc_jax.run") as ending, stop_on_signals() as stop, stop.at_once():
+        body(None)
+    sys.exit(ending.code)
+sys.exit(Program("predict", "").run(body, []))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("run", 75, "stopped by SIGINT; the same command resumes"),
+        ("predict", 130, "stopped by SIGINT"),
+    ],
+)
+def test_a_signal_is_not_lost_in_the_garbage_collector(name, code, text):
+    words = [sys.executable, "-c", COLLECTED, name]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    line = f"fdc_jax.{name}: {text}"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, line), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [
