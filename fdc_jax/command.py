@@ -130,11 +130,10 @@ def main(stop: StopRequest, argv: list[str]) -> int:
         from fdc_jax.machine import devices, processes
         from fdc_jax.run import seeds
 
-        level = logging.ERROR if FLAGS.quiet else logging.WARNING
         workdir = f"runs/{_name()}" if FLAGS.workdir is None else FLAGS.workdir
         settings = FLAGS.config, workdir, FLAGS.quiet
         devices.keep_freed_memory()
-        with errors.plain_warnings(TITLE, level), processes.joined(FLAGS.distributed, ending):
+        with errors.plain_warnings(TITLE, FLAGS.quiet), processes.joined(FLAGS.distributed, ending):
             if not FLAGS.dry_run:
                 seeds.run(*settings, stop)
             with stop.at_once():

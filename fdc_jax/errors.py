@@ -133,11 +133,9 @@ def stop_on_signals(
 ) -> Iterator[StopRequest]:
     """Turns SIGTERM or Ctrl-C into a request to stop, and prints a line as `announced` does."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-
-    previous = {n: signal.signal(n, request.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
+    previous = {number: signal.signal(number, request.handle) for number in numbers}
     try:
         with announced(title, text):
             yield request
@@ -189,8 +187,8 @@ def counted(number: float, noun: str) -> str:
 
 
 @contextlib.contextmanager
-def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
-    """Prints warnings of the package as lines on standard error, each once."""
+def plain_warnings(title: str, quiet: bool = False) -> Iterator[None]:
+    """Prints warnings of the package, or only errors, as lines on standard error, each once."""
     messages: set[str] = set()  # all calibrators of one head would warn of it
     handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
 
@@ -200,7 +198,7 @@ def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
             print(f"{title}: {record.levelname}: {message}", file=sys.stderr, flush=True)
 
     handler.emit = write
-    handler.setLevel(level)
+    handler.setLevel(logging.ERROR if quiet else logging.WARNING)
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
@@ -317,7 +315,6 @@ class Program(argparse.ArgumentParser):
             lists = {a.option_strings[0] for a in self._actions if isinstance(a.default, list)}
             refuse_repeated(argv, but=lists)
             options = self.parse_args(argv)
-            level = logging.ERROR if options.quiet else logging.WARNING
-            with announced(self.title, "stopping"), plain_warnings(self.title, level):
+            with announced(self.title, "stopping"), plain_warnings(self.title, options.quiet):
                 code = body(options)
         return ending.code or code or 0

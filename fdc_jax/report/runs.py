@@ -186,8 +186,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     """Returns labels and tasks of `predictions.npz`, and labels of `analysis.untrained`."""
-    columns = run.predictions if run.predictions_file.exists() else {}
-    columns = analysis.untrained(run) | columns
+    columns = analysis.untrained(run) | (run.predictions if run.predictions_file.exists() else {})
     return {name: of for name, of in columns.items() if name.endswith(("label", "task"))}
 
 
