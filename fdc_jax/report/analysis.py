@@ -95,6 +95,7 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[st
     return results, numbers
 
 
+@functools.lru_cache(1000)  # many numbers of a run ask for them
 def untrained(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     """Returns the labels of test images by column, such as `ncm-pretrained_label`.
 

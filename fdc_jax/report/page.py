@@ -1,5 +1,6 @@
 """HTML pages of reports, classes and predictions, which load nothing else."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,13 @@ def render_predictions(learner: str, benchmark: str, method: str, **material: An
 
 
 def _fill(template: str, **material: Any) -> str:
+    style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
+    page = _templates().get_template(f"{template}.html.jinja")
+    return page.render(stylesheet=style, **material)
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
@@ -103,8 +111,7 @@ def _fill(template: str, **material: Any) -> str:
     )
     for function in (_inline, _bar, _breakable, _subscripts, formatting.minus, counted):
         environment.filters[function.__name__.lstrip("_")] = function
-    style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
-    return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
+    return environment
 
 
 def _answering(method: str) -> str:
