@@ -65,11 +65,6 @@ def _program() -> Program:
         )
         values = partial(_values, type(default))
         add(f"--{name}", type=values, metavar="VALUE", help=f"{text} (default {default})")
-    text = (
-        "move the adapted training features along with the encoder, for methods without drift "
-        "compensation of their own (needs train_previous_t)"
-    )
-    add("--moved", action="store_true", help=text)
     text = "also save the fitted calibrator (.npz), for calibration.load"
     add("--calibrator", metavar="PATH", help=text)
     return program
@@ -135,18 +130,16 @@ def _settings(
 
 
 def _outcomes(
-    options: argparse.Namespace, file: Path, names: Sequence[str], settings: Mapping[str, Any]
+    file: Path, names: Sequence[str], settings: Mapping[str, Any]
 ) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
     """Returns the features of a file, outcomes by method, and reasons why others do not apply."""
     features = feature_files.load(file)
     with feature_files.errors_of(file):
         outcomes, refused = {"raw": methods.run("raw", features, {})}, {}
-        moved = methods.moved(features) if options.moved else features
     for name in names:
         try:
             with feature_files.errors_of(file):
-                own = features if calibration.make(name).reads_previous else moved
-                outcomes[name] = outcomes.get(name) or methods.run(name, own, settings)
+                outcomes[name] = outcomes.get(name) or methods.run(name, features, settings)
         except InputError as error:
             if len(names) == 1:
                 raise
@@ -171,7 +164,7 @@ def _report(
         folders = [folder / f"seed_{seed}" for seed in range(1, len(files) + 1)]
         name, sizes = "+".join(dict.fromkeys(file.stem for file in files)), ""
         for seed, file in enumerate(files, 1):
-            features, outcomes, refused = _outcomes(options, file, names, settings)
+            features, outcomes, refused = _outcomes(file, names, settings)
             sizes = sizes or _sizes(features)
             if (own := _sizes(features)) != sizes:
                 raise InputError(f"{file}: expected {sizes} as in {files[0]}, found {own}")
@@ -190,7 +183,7 @@ def _of_one_file(
 ) -> None:
     """Prints the table of one file, and writes predictions and the calibrator."""
     output, compared = _output(options, file, names), len(names) > 1
-    features, outcomes, refused = _outcomes(options, file, names, settings)
+    features, outcomes, refused = _outcomes(file, names, settings)
     if features.test_labels is None and (compared or (output or options.calibrator) is None):
         raise InputError(f"{file}: no test_labels, so expected --output=PATH.npz and one method")
     results = methods.results(features, outcomes)
@@ -201,11 +194,11 @@ def _of_one_file(
         scores = outcomes[FDC.name if FDC.name in names else names[0]].scores
         arrays = {"scores": scores.task_scores, "task": scores.task, "label": scores.label}
         write_npz(output, arrays | {"raw_label": outcomes["raw"].scores.label})
-        flags = {"settings": settings, "moved": options.moved, "not_applicable": refused}
+        flags = {"settings": settings, "not_applicable": refused}
         write_json(output.with_suffix(".json"), results | flags)
     if not options.quiet:
         reasons = [f"{name}: not applicable: {reason}" for name, reason in refused.items()]
-        print("\n".join(_lines(results, _sizes(features), options.moved) + reasons))
+        print("\n".join(_lines(results, _sizes(features)) + reasons))
         if output is not None:
             print(f"wrote {output} and {output.with_suffix('.json')}")
 
@@ -235,7 +228,7 @@ def _sizes(features: feature_files.FeatureSet) -> str:
     return f"{counted(len(features.tasks), 'task')}, {classes}, {samples}"
 
 
-def _lines(results: Mapping[str, Any], sizes: str, moved: bool) -> list[str]:
+def _lines(results: Mapping[str, Any], sizes: str) -> list[str]:
     """Returns the lines to print: a table if test labels are known, and notes of the methods."""
     notes = [note for note in results["notes"].values() if note != WITHOUT]  # which was a warning
     if "accuracy" not in results:
@@ -246,8 +239,7 @@ def _lines(results: Mapping[str, Any], sizes: str, moved: bool) -> list[str]:
     for name, shares in results["decomposition"].items():
         gain, megabytes = results["gain"][name], results["storage_bytes"][name] / 2**20
         interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
-        follows = moved and name != "raw" and not calibration.make(name).reads_previous
-        row = name + " --moved" * follows, f"{shares['accuracy']:.2f}"
+        row: tuple[str, ...] = name, f"{shares['accuracy']:.2f}"
         row += ("", "") if name == "raw" else (f"{gain['mean']:+.2f}", interval)
         numbers = shares["routing_accuracy"], shares["oracle_accuracy"], megabytes
         numbers += (results["timing"]["fit_seconds"][name],)

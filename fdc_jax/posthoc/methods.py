@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fdc_jax import calibration, evaluation
-from fdc_jax.calibration import FDC, Calibrator, Scores, drift, inputs
+from fdc_jax.calibration import FDC, Calibrator, Scores
 from fdc_jax.errors import InputError
 from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine.versions import versions
@@ -45,25 +45,6 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
         row = int(np.argmax(unscored))
         raise InputError(f"test_adapted: row {row} has no finite score by {name}")
     return Outcome(name, calibrator, components, fitted - start, scored - fitted)
-
-
-def moved(features: FeatureSet) -> FeatureSet:
-    """Returns the features with adapted training features in the space of the last encoder.
-
-    The map of each task (`calibration.drift`) moves the features of all tasks before it. Raises
-    InputError without `train_previous_t`.
-    """
-    adapted = [np.asarray(task.adapted) for task in features.tasks]
-    for t, task in enumerate(features.tasks[1:], start=1):
-        name = f"train_previous_{t}"
-        if task.previous is None:
-            expected = "features of the task's samples by the encoder before the task"
-            raise InputError(f"{name}: missing, which --moved reads; expected {expected}")
-        previous = inputs.feature_array(task.previous, name)
-        step = drift.fit_map(previous, adapted[t])
-        adapted[:t] = [step.move(earlier).astype(np.float32) for earlier in adapted[:t]]
-    pairs = zip(features.tasks, adapted, strict=True)
-    return features._replace(tasks=tuple(task._replace(adapted=rows) for task, rows in pairs))
 
 
 def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration
-from fdc_jax.calibration import METHODS, drift
+from fdc_jax.calibration import METHODS
 from fdc_jax.features import feature_files
 from fdc_jax.posthoc.__main__ import main
 
@@ -312,7 +312,6 @@ for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
         ("train_adapted_1", lambda a: a * [[np.inf] + [1] * 95], "", "row 0 is not finite"),
         ("train_pretrained_1", lambda a: a + np.inf, "", "row 0 is not finite"),
         ("train_previous_1", lambda a: a * np.nan, "gaussians", "row 0 is not finite"),
-        ("train_previous_2", lambda a: a * np.nan, "fdc --moved", "row 0 is not finite"),
         ("train_previous_2", lambda a: a[:, 1:], "gaussians", "expected shape"),
         ("train_labels_2", lambda a: a * 0, "", "label 0 at row 0 is none of the head's"),
         ("head_classes_2", lambda a: a - 4, "", "label 0 already belongs to task 0 (from 0)"),
@@ -418,32 +417,9 @@ def test_no_run_is_overwritten(source, tmp_path):
 # Drift compensation -------------------------------------------------------------------------------
 
 
-def test_moved_features_follow_the_encoder_for_every_other_method(tmp_path):
-    source, labels = ROOT / "tests" / "golden" / "features.npz", {}
-    for extra in ([], ["--moved"]):
-        output = tmp_path / "x.npz"
-        code, out, _ = run(source, "--method=ncm", f"--output={output}", *extra)
-        assert code == 0 and ("ncm --moved" in out) == bool(extra)
-        assert json.loads(output.with_suffix(".json").read_text())["moved"] == bool(extra)
-        labels[bool(extra)] = np.load(output)["label"]
-    features = feature_files.load(source)
-    tasks = [task.adapted.astype(np.float64) for task in features.tasks]
-    for t, task in enumerate(features.tasks[1:], start=1):
-        step = drift.fit_map(task.previous, task.adapted)
-        tasks[:t] = [step.move(earlier) for earlier in tasks[:t]]
-    calibrator = calibration.make("ncm")
-    for task, adapted in zip(features.tasks, tasks, strict=True):
-        calibrator.fit_task(adapted, task.labels, classes=task.classes)
-    calibrator.finalize()
-    expected = calibrator.score(features.test_adapted).label
-    np.testing.assert_array_equal(labels[True], expected)
-    assert (labels[False] != expected).any()
-
-
-def test_what_moving_lacks_is_named(tmp_path, arrays):
+def test_gaussians_without_previous_features_say_so_once(tmp_path, arrays):
     path = tmp_path / "without.npz"
     np.savez(path, **{name: a for name, a in arrays.items() if "previous" not in name})
-    assert "train_previous_1" in fails(path, "--method=ncm", "--moved")
     code, out, error = run(path, "--method=gaussians")
     assert (code, (out + error).count("without drift compensation")) == (0, 1)
 
