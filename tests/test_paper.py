@@ -130,6 +130,13 @@ def commands(folder):
     return [line for line in lines if line.startswith("+ python -m fdc_jax run ")]
 
 
+def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
+    (log := tmp_path / "log.txt").symlink_to("/dev/full")
+    run = paper.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
+    line = f"cannot write {log}: No space left on device"
+    assert paper.attempt(run, paper.StopRequest()) == (2, line)
+
+
 @pytest.mark.ci
 def test_a_worker_is_killed_and_two_go_on(tmp_path, cache):
     workdir = tmp_path / "runs"

@@ -196,6 +196,22 @@ def test_a_lock_that_the_disk_has_no_room_for_is_named(tmp_path):
     )
 
 
+def test_a_file_of_a_folder_that_the_disk_has_no_room_for_has_its_later_name(tmp_path, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    with (
+        pytest.raises(InputError) as caught,
+        write_folder_atomically(out) as folder,
+        monkeypatch.context() as patched,
+    ):
+        patched.setattr(os, "fsync", refuse)
+        write_npy(folder / "a.npy", np.zeros(2))
+    assert str(caught.value) == f"cannot write {out / 'a.npy'}: No space left on device"
+    assert not any(tmp_path.iterdir())
+
+
 WITHOUT = """
 import os, sys
 sys.modules["fcntl"] = None

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import locked
-from fdc_jax.run.paths import RunPaths
+from fdc_jax.machine.files import locked, read_json, write_json
+from fdc_jax.run.paths import RunPaths, known_classes
+from fdc_jax.run.schema import CLASSES, PLANNED
 from fdc_jax.run.store import Store
 from tests import small_runs
 from tests.small_runs import config, contents, results
@@ -22,6 +23,18 @@ from tests.small_runs import run as go
 @pytest.fixture
 def copy(whole, tmp_path):
     return small_runs.copied(whole, tmp_path / "copy")
+
+
+def test_the_seed_that_knows_most_classes_tells_what_is_known(whole, tmp_path):
+    """A stop leaves the seeds of one command at different numbers of tasks."""
+    saved = read_json(whole / "config.json")
+    folders = [tmp_path / f"seed_{seed}" for seed in (1, 2, 3, 4)]
+    for folder, sizes in zip(folders, ([2], [2, 1], [1, 1]), strict=False):
+        names = dict.fromkeys("abc"[: sum(sizes)], "0" * 64)
+        write_json(folder / "config.json", saved | {CLASSES: names, PLANNED: sizes})
+    assert [*known_classes(folders, saved["classes_per_task"]).classes] == ["a", "b", "c"]
+    assert known_classes(folders, saved["classes_per_task"]).sizes == (2, 1)
+    assert known_classes(folders, 7).sizes == ()
 
 
 # What is damaged ---------------------------------------------------------------------------------
