@@ -210,15 +210,15 @@ def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Pa
     """
     if options.calibrator is not None and len(names) > 1:
         raise InputError("--calibrator: expected together with one --method")
+    taken = {os.path.realpath(named_path("features", file)): "the feature file itself"}
     for flag, path in (("--output", options.output), ("--calibrator", options.calibrator)):
         if path is None:
             continue
         written = check_writable_file(flag, path, ".npz")
-        if os.path.realpath(written) == os.path.realpath(named_path("features", file)):
-            raise InputError(f"{flag}: {path} is the feature file itself")
+        if role := taken.get(real := os.path.realpath(written)):
+            raise InputError(f"{flag}: {path} is {role}")
+        taken[real] = f"the file of {flag}"
         setattr(options, flag.strip("-"), written)
-    if options.output is not None and options.output == options.calibrator:
-        raise InputError(f"--calibrator: {options.calibrator} is the file of --output")
     return options.output
 
 

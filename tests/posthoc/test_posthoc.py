@@ -196,6 +196,10 @@ def test_without_test_labels(tmp_path, arrays):
             "source.npz --output=o.npz --calibrator=o.npz",
             "--calibrator: o.npz is the file of --out",
         ),
+        (
+            "source.npz --output=here/o.npz --calibrator=o.npz",
+            "--calibrator: o.npz is the file of --output",
+        ),
         ("source.npz --output=source.npz", "is the feature file itself"),
     ],
 )
@@ -204,6 +208,7 @@ def test_refusals_are_one_line_and_write_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     Path("source.npz").symlink_to(source)
+    Path("here").symlink_to(tmp_path)
     Path("cut.npz").write_bytes(source.read_bytes()[:3000])
     Path("c.npz").write_text("kept")
     np.savez("bad.npz", **arrays | {"test_adapted": np.full((90, 96), np.nan)})
