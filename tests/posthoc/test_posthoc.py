@@ -308,6 +308,16 @@ for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
     assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
 
 
+def test_decompositions_have_one_thread_as_in_a_run():
+    """With several, eigenvectors differ in their last digits."""
+    script = "from fdc_jax.posthoc import __main__\nfrom threadpoolctl import threadpool_info\n"
+    script += "print({it['num_threads'] for it in threadpool_info() if it['user_api'] == 'blas'})"
+    environment = {name: of for name, of in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "{1}\n", done.stderr
+
+
 # Several files ------------------------------------------------------------------------------------
 
 
