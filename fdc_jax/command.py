@@ -55,8 +55,7 @@ config_flags.register_flag_parser_for_type(object, _Parser(_sizes))
 
 def _define_config(values: flags.FlagValues, argv: list[str]) -> None:
     """Defines the flag `--config`; `--config.FIELD` follow from its value."""
-    text = "a file or the name of one of the package, and after a colon a learner, such as digits "
-    text += "or configs/digits.py:inflora"
+    text = "a file, or the name of one of the package; after a colon a learner: digits:inflora"
     config_flags.DEFINE_config_file(
         "config", help_string=text, flag_values=values, lock_config=True, sys_argv=argv
     )
