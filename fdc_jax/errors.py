@@ -58,6 +58,7 @@ class StopRequest:
             raise Interrupted(f"stopped by {name}; the same command resumes")
 
     def handle(self, number: int, frame: Any) -> None:
+        """Handles a signal."""
         self.signal = number
         if self._raises:
             self.poll()
