@@ -210,14 +210,14 @@ def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Pa
     """
     if options.calibrator is not None and len(names) > 1:
         raise InputError("--calibrator: expected together with one --method")
-    taken = {os.path.realpath(named_path("features", file)): "the feature file itself"}
+    roles = {os.path.realpath(named_path("features", file)): "the feature file itself"}
     for flag, path in (("--output", options.output), ("--calibrator", options.calibrator)):
         if path is None:
             continue
         written = check_writable_file(flag, path, ".npz")
-        if role := taken.get(real := os.path.realpath(written)):
+        if role := roles.get(real := os.path.realpath(written)):
             raise InputError(f"{flag}: {path} is {role}")
-        taken[real] = f"the file of {flag}"
+        roles[real] = f"the file of {flag}"
         setattr(options, flag.strip("-"), written)
     return options.output
 
