@@ -83,10 +83,12 @@ def configured(words: Sequence[str]) -> Any:
 
 def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
     """Parses a command line; raises InputError."""
-    errors.refuse_repeated(argv)
-    if any(re.match("--?flagfile", word) for word in argv):  # absl would read devices without end
-        raise InputError("--flagfile: write a configuration file instead, and name it by --config")
+    for file in re.findall(r"^--?flagfile[=\n](.*)", "\n".join(argv), re.MULTILINE):
+        if not os.path.isfile(os.path.expanduser(file)):  # absl would read a device for ever
+            raise InputError(f"--flagfile={file}: expected a regular file")
     try:
+        argv = [*argv[:1], *values.read_flags_from_files(argv[1:])]
+        errors.refuse_repeated(argv)
         _define_config(values, argv)
         rest = values(argv)
     except flags.Error as error:

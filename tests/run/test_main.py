@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import command, evaluation
+from fdc_jax.errors import InputError
 from fdc_jax.posthoc import __main__ as posthoc
 from fdc_jax.run import seeds
 from tests import small_runs
@@ -192,6 +193,17 @@ def test_a_command_line_gives_a_configuration():
     assert (config.learner.name, config.seed, config.report) == ("slca", (1, 2), False)
     assert config.classes_per_task == (3, 2)
     assert command.configured(["--config=digits", "--config.classes_per_task=5"]) != config
+
+
+def test_a_file_of_flags_may_name_another(tmp_path):
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    inner.write_text("--config.train.epochs=3\n")
+    outer.write_text(f"# fields\n--config=digits:slca\n--flagfile={inner}\n")
+    for words in ([f"--flagfile={outer}"], ["--flagfile", str(outer)]):
+        config = command.configured([*words, "--config.seed=2"])
+        assert (config.learner.name, config.train.epochs, config.seed) == ("slca", 3, (2,))
+    with pytest.raises(InputError, match=r"--config\.train\.epochs is given twice"):
+        command.configured([f"--flagfile={outer}", "--config.train.epochs=4"])
 
 
 def test_several_seeds(tmp_path, cache, capsys):

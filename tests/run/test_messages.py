@@ -19,8 +19,9 @@ COMMAND_LINE = {
     "--config=digits --config.learner.slca.rate=1": "--config: no such field: rate",
     "--config=digits --config.seed=1 --config.seed=2": "--config.seed is given twice",
     "--config=digits surplus": "unexpected argument surplus",
-    "--config=digits --flagfile=/dev/zero": "--flagfile: write a configuration file instead",
-    "--config=digits -flagfile nowhere": "--flagfile: write a configuration file instead",
+    "--config=digits --flagfile=/dev/zero": "--flagfile=/dev/zero: expected a regular file",
+    "--config=digits -flagfile /dev/zero": "--flagfile=/dev/zero: expected a regular file",
+    "--config=digits --flagfile=nowhere": "--flagfile=nowhere: expected a regular file",
     "--config=digits:cumulativ_lora": "expected one of cumulative_lora, .*; did you mean cumul",
 }
 
