@@ -184,11 +184,12 @@ def _explained(config: Config) -> Iterator[None]:
         file = getattr(sys.modules.get(name), "__file__", None)
         if errors.outcome(error) or file is None:
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        methods = [frame.name for frame in frames if frame.filename == file]
-        if called := re.match(rf"{learners.find(name).__name__}\.(\w+)\(\)", str(error)):
+        own, frames = learners.find(name), traceback.extract_tb(error.__traceback__)
+        # Functions of the package that read what a method returns have its name.
+        methods = [f.name for f in frames if f.filename == file or f.name in vars(own)]
+        if called := re.match(rf"{own.__name__}\.(\w+)\(\)", str(error)):
             methods.append(called[1])  # by the package, with arguments that it does not take
-        if not methods:
+        if not methods and not isinstance(error, TypeError):  # as of a loss that is no number
             raise
         text = f"learner.name: {name}: {errors.origin(error)}"
         known = [name for name in methods if callable(getattr(learners.Learner, name, None))]

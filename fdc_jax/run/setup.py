@@ -246,10 +246,11 @@ def trained_parameters(encoders: Encoders) -> int:
     if not encoders.learner.trains:
         return 0
 
-    def trained(backbone, learner=encoders.learner):
-        return learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))[1]
+    def start_task(backbone, learner=encoders.learner):
+        _, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
+        return trained
 
-    leaves = jax.tree.leaves(jax.eval_shape(trained, encoders.backbone))
+    leaves = jax.tree.leaves(jax.eval_shape(start_task, encoders.backbone))
     return sum(leaf.size for leaf in leaves)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fdc_jax import command
 from fdc_jax.errors import InputError
-from fdc_jax.run import base, configuration
+from fdc_jax.run import base, configuration, seeds
 from tests import small_runs
 from tests.small_runs import config, run
 
@@ -126,6 +126,32 @@ def test_learners_of_ones_own(name, cache, tmp_path):
         run(config(cache, learner__name=name), tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "calibrators").exists()
+
+
+# Body of a method by its head, and a part of the line.
+METHODS = {
+    "loss(self, backbone, frozen, trained, batch): return batch.weights": (
+        "TypeError: Gradient only defined for scalar-output functions"
+    ),
+    "loss(self, backbone, frozen, trained, batch): pass": "TypeError: .* Output was None",
+    "start_task(self, backbone, state, task, key): return {'a': 1}": (
+        r"ValueError: .*; expected start_task\(self, backbone, state, task, key\)"
+    ),
+    "encoder(self, backbone, state): pass": (
+        r"takes 3 positional arguments .*; expected encoder\(self, backbone, state, num_tasks\)"
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_of_ones_own_learner(method, cache, tmp_path, monkeypatch):
+    name = f"own_{list(METHODS).index(method)}"
+    text = "from fdc_jax.learners import Learner\n\n\nclass Own(Learner):\n    def "
+    (tmp_path / f"{name}.py").write_text(text + method)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=f"learner.name: {name}: .*{METHODS[method]}") as caught:
+        seeds.run(config(cache, learner__name=name), str(tmp_path / "run"))
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("shows the calls")
 
 
 OTHER_RUNS = [
