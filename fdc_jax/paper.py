@@ -177,7 +177,8 @@ def _find_data(benchmark: str, data: str) -> dict[str, str]:
         if _plain(path.name) in map(_plain, (file, benchmark)):
             return {"--config.data.source": str(path)}
     if page:
-        raise InputError(f"{file} (archive or folder; size not published), {page}")
+        text = f"put {file} (archive or folder; size not published) into --data=FOLDER, {page}"
+        raise InputError(text)
     return {}
 
 
@@ -248,7 +249,7 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
     """Returns the plan in words: a row per run, missing data, and sums."""
     estimates, states = needs(runs, machines), [run.state for run in runs]
     rows = [
-        (number, *run.titles, state, *(f"{amount:,.2f}" for amount in amounts))
+        (number, *run.titles, state, *(f"{amount:,.2f}".replace("nan", "-") for amount in amounts))
         for number, (run, state, amounts) in enumerate(zip(runs, states, estimates, strict=True), 1)
     ]
     columns = ("", "benchmark", "learner", "seed", "state", "hours", "GiB")
@@ -262,8 +263,8 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
         hours, gib = map(sum, zip(*estimates, strict=True))
         device = ", ".join({machine.device for machine in machines.values()})
         lines.append(
-            f"left: about {hours:,.1f} h on {device}, by finished runs or a timed training step; "
-            f"{gib:,.1f} GiB, {free:,.0f} GiB are free"
+            f"left: about {estimate.duration(3600 * hours)} on {device}, by finished runs or a "
+            f"timed training step; {gib:,.1f} GiB, {free:,.0f} GiB are free"
         )
     return "\n".join(lines)
 
@@ -284,6 +285,7 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
             with open(run.folder / "log.txt", "a+b") as log:
                 log.write(f"+ {run.command}\n".encode())
                 log.flush()
+                shown = log.tell()
                 child = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, "run", *run.words],
                     start_new_session=True,
@@ -296,6 +298,11 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
                         stop.poll()
                         with suppress(subprocess.TimeoutExpired):
                             child.wait(0.5)
+                        log.seek(shown)
+                        for line in log.read().splitlines(keepends=True):
+                            shown += len(line) if line.endswith(b"\n") else 0
+                            if line.startswith(b"after task") and line.endswith(b"\n"):
+                                _say(f"{run}, {line.decode(errors='replace').rstrip()}", quiet)
                 finally:
                     child.communicate()  # closes its standard input, so that it saves and ends
                 log.seek(0)
@@ -420,6 +427,8 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     errors.refuse_repeated(fields)
     if bare := [word for word in fields if "=" not in word]:
         raise InputError(f"expected {bare[0]}=VALUE")
+    if options.data and not named_path("--data", options.data).is_dir():
+        raise InputError(f"--data: expected a folder, found {options.data}")
     runs, missing = plan(options, dict(word.split("=", 1) for word in fields))
     usable = [run for run in runs if run.benchmark not in missing and not run.other]
     todo = [run for run in usable if not run.results]
@@ -433,10 +442,11 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     for run, outcome in runner(usable, options, stop) if todo else ():
         failed |= {run.folder: outcome} if outcome[0] else {}
         _say(_ending(run, outcome, runs, machines), options.quiet)
+    for benchmark, text in missing.items():
+        _say(f"missing: {paper.benchmark_title(benchmark)}: {text}")
     for run in runs:
-        if run not in usable:
-            text = missing.get(run.benchmark) or f"the folder holds another run: {run.other}"
-            failed[run.folder] = 2, text
+        if run.other and run.benchmark not in missing:
+            failed[run.folder] = 2, f"the folder holds another run: {run.other}"
         if run.folder in failed:
             code, text = failed[run.folder]
             _say(f"failed with code {code}: {run}: {text} ({run.folder})")
@@ -451,6 +461,7 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
                 file.stat().st_mtime for file in done
             ):
                 measure_latency(usable, options.quiet, stop)
+                _say(f"writes {page}", options.quiet)
                 hosts = {run.benchmark: run.host for run in usable}
                 with stop.at_once():
                     report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
@@ -459,7 +470,8 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
                 if (path := page.parent / "tables" / f"{table}.txt").exists():
                     print(f"\n{path.read_text(encoding='utf-8')}")
             print(f"report: {page}")
-    return next((failed[run.folder][0] for run in runs if run.folder in failed), 0)
+    codes = (failed[run.folder][0] for run in runs if run.folder in failed)
+    return next(codes, 2 if missing else 0)
 
 
 def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None:

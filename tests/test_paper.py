@@ -47,7 +47,8 @@ def test_the_plan_has_135_runs_the_most_valuable_first(tmp_path, monkeypatch, ca
     (of_r,) = missing
     page = benchmarks.ARCHIVES["imagenet_r"][1]
     assert of_r == (
-        f"missing: ImageNet-R: imagenet-r (archive or folder; size not published), {page}"
+        "missing: ImageNet-R: put imagenet-r (archive or folder; size not published) into "
+        f"--data=FOLDER, {page}"
     )
     assert not (tmp_path / "runs").exists()
 
@@ -96,6 +97,7 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
         (["--benchmarks=digit"], "--benchmarks: expected one of .* did you mean digits"),
         (["--learners=sdlora"], "learner.name: .*sd_lora"),
         (["--config.seed=1", "--config.seed=2"], "--config.seed is given twice"),
+        (["--data=nowhere"], "--data: expected a folder, found nowhere"),
         (["--seeds=one"], "--seeds: expected whole numbers such as 1,2,3, found one"),
         (["--config.train.epoch=3"], "--config: no such field: .*epoch"),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
@@ -128,6 +130,16 @@ def commands(folder):
     """Returns the commands in the log of a run."""
     lines = (folder / "log.txt").read_text().splitlines()
     return [line for line in lines if line.startswith("+ python -m fdc_jax run ")]
+
+
+def test_missing_data_are_named_once(tmp_path, capsys):
+    words = ["--benchmarks=cub200,imagenet_a", "--seeds=1", f"--workdir={tmp_path}"]
+    assert paper.main(words) == 2
+    output, errors = capsys.readouterr()
+    assert len(rows(output)) == 18 and "nan" not in output
+    titles = ("CUB-200: put cub ", "ImageNet-A: put imagenet-a ")
+    for title, line in zip(titles, errors.splitlines(), strict=True):
+        assert line.startswith(f"fdc_jax.paper: missing: {title}") and "--data=FOLDER" in line
 
 
 def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
@@ -179,6 +191,7 @@ def test_a_failing_run_is_named_and_stops_no_other(tmp_path, cache):
     (line,) = [line for line in errors.splitlines() if "failed with code" in line]
     assert line.startswith("fdc_jax.paper: failed with code 2: Digits, ")
     assert "ZeroDivisionError" in line
+    assert "Digits, Cumulative-LoRA, seed 1, after task 1/" in errors
     small_runs.results(tmp_path / "digits" / "cumulative_lora" / "seed_1")
 
 

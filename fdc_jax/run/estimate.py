@@ -175,4 +175,5 @@ def duration(seconds: float) -> str:
     """Returns a time in hours, minutes or seconds, in words."""
     if seconds < 60:
         return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{hours:,.{int(hours < 100)}f} h" if hours >= 1 else f"{minutes:.1f} min"
