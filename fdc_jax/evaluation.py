@@ -162,16 +162,17 @@ def measure(
 ) -> dict[str, Any]:
     """Returns accuracies and errors of calibrators in percent, by quantity and calibrator.
 
-    `accuracy` and `task_accuracy` also have the entry `oracle`, for raw logits with the task given.
+    `accuracy` and `task_accuracy` also have the entry `oracle`, for `raw` with the task given.
 
     Args:
-        scores: of calibrators by name, including `raw`.
+        scores: of calibrators by name.
         labels: true labels.
         tasks: true tasks, counted from 0.
         probabilities: of all classes, tasks in order, for the calibration errors.
     """
     predicted = {name: of.label for name, of in scores.items()}
-    predicted["oracle"] = scores["raw"].label_in_task(tasks)
+    if "raw" in scores:
+        predicted["oracle"] = scores["raw"].label_in_task(tasks)
     right = {name: label == labels for name, label in predicted.items()}
     parts, errors, by_chance = {}, {}, {}
     for name, of in scores.items():
@@ -205,7 +206,9 @@ def predictions(
     scores: Mapping[str, Scores], labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
 ) -> dict[str, Int[np.ndarray, " n"]]:
     """Returns the columns of `predictions.npz`; the arguments are those of `measure`."""
-    columns = {"label": labels, "task": tasks, "oracle_label": scores["raw"].label_in_task(tasks)}
+    columns = {"label": labels, "task": tasks}
+    if "raw" in scores:
+        columns["oracle_label"] = scores["raw"].label_in_task(tasks)
     for name, of in scores.items():
         columns |= {f"{name}_label": of.label, f"{name}_task": of.task}
         if METHODS[name].has_components:  # TSF changes the logits within a task, too.

@@ -206,11 +206,13 @@ class Calibrator:
 
         Of several heads that replace others, `first` is the first one.
         """
-        if head is None and not self.needs_heads:
+        name = inputs.name_of(part := "head" if first is None else "final head", task)
+        if head is None and self.needs_heads:
+            raise InputError(f"{name}: missing, which {self.name} reads")
+        if head is None:
             return None
         known = [other for other in (first, *self.heads, head) if other is not None]
-        part = "head" if first is None else "final head"
-        return inputs.checked_head(head, part, task, width, (known or [head])[0])
+        return inputs.checked_head(head, part, task, width, known[0])
 
     def _append(
         self, given: inputs.TaskInput, predicted: Int[np.ndarray, " n"] | None = None

@@ -43,7 +43,7 @@ _LOGGER = logging.getLogger("fdc_jax.calibration")
 
 WITHOUT = (
     "class Gaussians without drift compensation, as features by the encoder before each task "
-    "(previous) were not given; the pretrained view has full weight"
+    "(previous) were not given"
 )
 # Directions kept of a class's own covariance.
 RANK = 8
@@ -237,8 +237,8 @@ class Gaussians(Calibrator):
             )
         if previous is None:
             if self.compensated is None:
-                _LOGGER.warning(WITHOUT)
-            self.compensated = False
+                self.compensated = False
+                _LOGGER.warning(self.note)
             return
         self.compensated = True
         before = inputs.host_array(inputs.feature_array(previous, name, self.widths[0]), name)
@@ -285,7 +285,8 @@ class Gaussians(Calibrator):
     @property
     def note(self) -> str:
         """A line on drift compensation, from the second task on."""
-        notes = {None: "", True: "class Gaussians with drift compensation", False: WITHOUT}
+        without = WITHOUT + "; the pretrained view has full weight" * (len(self.widths) > 1)
+        notes = {None: "", True: "class Gaussians with drift compensation", False: without}
         return notes[self.compensated]
 
     @property

@@ -46,7 +46,7 @@ class TaskFeatures(NamedTuple):
     adapted: Float[Any, "n d"]  # E_t(D_t)
     pretrained: Float[Any, "n d2"] | None  # E_0(D_t)
     labels: Int[np.ndarray, " n"]
-    head: heads.Head
+    head: heads.Head | None  # for all tasks or for none
     classes: Int[np.ndarray, " c"]  # label of each head row
     final_head: heads.Head | None = None  # None if the head never changed
     previous: Float[Any, "n d"] | None = None  # E_{t-1}(D_t), of the same images
@@ -66,7 +66,7 @@ class FeatureSet(NamedTuple):
     test_labels: Int[np.ndarray, " n"] | None
 
     @property
-    def final_heads(self) -> list[heads.Head] | None:
+    def final_heads(self) -> list[heads.Head | None] | None:
         """Returns the heads that predict, by task; None if no head changed after its task."""
         if all(task.final_head is None for task in self.tasks):
             return None
@@ -168,8 +168,10 @@ def _check_complete(arrays: Arrays, count: int) -> None:
     """Raises InputError if an array is missing, or superfluous without a missing one."""
     if "train_previous_0" in arrays:
         raise InputError("train_previous_0: expected from t = 1 on; nothing precedes task 0")
-    first_tasks: dict[str, int] = dict.fromkeys(("train_adapted", "train_labels", "head_weight"), 0)
+    first_tasks: dict[str, int] = dict.fromkeys(("train_adapted", "train_labels"), 0)
     stems = {name.rpartition("_")[0] for name in arrays}
+    if stems.intersection(_HEAD + _FINAL):
+        first_tasks["head_weight"] = 0
     if two_views := "train_pretrained" in stems or "test_pretrained" in arrays:
         first_tasks["train_pretrained"] = 0
     if "train_previous" in stems:
@@ -212,9 +214,10 @@ def _task(
     if previous is not None and previous.shape != adapted.shape:
         expected = f"shape {[*adapted.shape]} as {name}"
         raise InputError(f"train_previous_{t}: expected {expected}, found {[*previous.shape]}")
-    head, final = _head(arrays, "", t, classes, kind), None
-    if f"{_FINAL[0]}_{t}" in arrays:
-        final = _head(arrays, "final_", t, classes, kind)
+    head, final = (
+        _head(arrays, prefix, t, classes, kind) if f"{prefix}head_weight_{t}" in arrays else None
+        for prefix in ("", "final_")
+    )
     return TaskFeatures(adapted, pretrained, labels, head, classes[t], final, previous)
 
 

@@ -132,18 +132,22 @@ def _settings(
 def _outcomes(
     file: Path, names: Sequence[str], settings: Mapping[str, Any]
 ) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
-    """Returns the features of a file, outcomes by method, and reasons why others do not apply."""
-    features = feature_files.load(file)
-    with feature_files.errors_of(file):
-        outcomes, refused = {"raw": methods.run("raw", features, {})}, {}
-    for name in names:
+    """Returns the features of a file, outcomes by method, and reasons why others do not apply.
+
+    The heads' own answers, `raw`, come first.
+    """
+    features, outcomes, refused = feature_files.load(file), {}, {}
+    for name in dict.fromkeys(("raw", *names)):
+        needed = [name] == names or (name == "raw" and features.tasks[0].head is not None)
         try:
             with feature_files.errors_of(file):
-                outcomes[name] = outcomes.get(name) or methods.run(name, features, settings)
+                outcomes[name] = methods.run(name, features, settings)
         except InputError as error:
-            if len(names) == 1:
+            if needed:
                 raise
             refused[name] = str(error)
+    if not outcomes:
+        raise InputError(refused[names[0]])
     return features, outcomes, refused
 
 
@@ -190,10 +194,13 @@ def _of_one_file(
     if options.calibrator is not None:
         outcomes[names[0]].calibrator.save(options.calibrator)
     if output is not None:
-        # Of several methods, the predictions are FDC's, or the first one's.
-        scores = outcomes[FDC.name if FDC.name in names else names[0]].scores
+        # Of several methods, the predictions are FDC's, or those of the first that applies.
+        known = [name for name in (FDC.name, *names) if name in names and name in outcomes]
+        scores = outcomes[known[0]].scores
         arrays = {"scores": scores.task_scores, "task": scores.task, "label": scores.label}
-        write_npz(output, arrays | {"raw_label": outcomes["raw"].scores.label})
+        if "raw" in outcomes:
+            arrays["raw_label"] = outcomes["raw"].scores.label
+        write_npz(output, arrays)
         flags = {"settings": settings, "not_applicable": refused}
         write_json(output.with_suffix(".json"), results | flags)
     if not options.quiet:
@@ -230,25 +237,30 @@ def _sizes(features: feature_files.FeatureSet) -> str:
 
 def _lines(results: Mapping[str, Any], sizes: str) -> list[str]:
     """Returns the lines to print: a table if test labels are known, and notes of the methods."""
-    notes = [note for note in results["notes"].values() if note != WITHOUT]  # which was a warning
+    # The one without drift compensation was a warning.
+    notes = [note for note in results["notes"].values() if not note.startswith(WITHOUT)]
     if "accuracy" not in results:
-        *_, (name, changed) = results["num_changed_labels"].items()
-        of_all = f"{changed} of {results['num_test_images']} test labels"
-        return [f"{name}: {sizes}; {of_all} changed; no test_labels, so no accuracy", *notes]
-    rows = []
+        *_, name = results["storage_bytes"]
+        changed = results["num_changed_labels"].get(name)
+        of_all = f"{changed} of {results['num_test_images']} test labels changed; "
+        of_all *= changed is not None
+        return [f"{name}: {sizes}; {of_all}no test_labels, so no accuracy", *notes]
+    rows, gains = [], results["gain"]
     for name, shares in results["decomposition"].items():
-        gain, megabytes = results["gain"][name], results["storage_bytes"][name] / 2**20
-        interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
+        megabytes = results["storage_bytes"][name] / 2**20
         row: tuple[str, ...] = name, f"{shares['accuracy']:.2f}"
-        row += ("", "") if name == "raw" else (f"{gain['mean']:+.2f}", interval)
+        if gain := gains.get(name):
+            interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
+            row += ("", "") if name == "raw" else (f"{gain['mean']:+.2f}", interval)
         numbers = shares["routing_accuracy"], shares["oracle_accuracy"], megabytes
         numbers += (results["timing"]["fit_seconds"][name],)
         rows.append((*row, *(f"{number:.2f}" for number in numbers)))
-    header = ("method", "accuracy", "gain", "95% interval", "right task", "task given")
-    header += ("storage, MiB", "fit, s")
+    header = ("method", "accuracy", *("gain", "95% interval") * bool(gains), "right task")
+    header += ("task given", "storage, MiB", "fit, s")
     align = ("left", *["right"] * (len(header) - 1))
     table = tabulate(rows, header, "plain", disable_numparse=True, colalign=align)
-    return [f"Accuracy in percent, gains over raw in points; {sizes}", table, *notes]
+    unit = "Accuracy in percent" + ", gains over raw in points" * bool(gains)
+    return [f"{unit}; {sizes}", table, *notes]
 
 
 if __name__ == "__main__":

@@ -50,16 +50,17 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
 def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     """Returns JSON values by quantity and method, named as in `results.json` of a run.
 
-    `outcomes` have an entry `raw`. Without test labels there are no accuracies, in percent.
+    Without test labels there are no accuracies, in percent, and without `raw` no gains.
     """
     scores = {name: outcome.scores for name, outcome in outcomes.items()}
-    raw, labels = scores["raw"].label, features.test_labels
+    labels, compared = features.test_labels, scores if "raw" in scores else {}
+    raw: Any = scores["raw"].label if compared else None
     calibrators = {name: outcome.calibrator for name, outcome in outcomes.items()}
-    changed = {name: int(np.sum(raw != of.label)) for name, of in scores.items()}
+    changed = {name: int(np.sum(raw != of.label)) for name, of in compared.items()}
     sizes: dict[str, Any] = {
         "num_tasks": len(features.tasks),
         "num_classes": sum(len(task.classes) for task in features.tasks),
-        "num_test_images": len(raw),
+        "num_test_images": len(features.test_adapted),
         "num_changed_labels": changed,
         "storage_bytes": {name: own.storage_bytes for name, own in calibrators.items()},
         "notes": {name: own.note for name, own in calibrators.items() if own.note},
@@ -83,7 +84,7 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
         },
         "gain": {
             name: evaluation.sample_gain(labels, raw, of.label)._asdict()
-            for name, of in scores.items()
+            for name, of in compared.items()
         },
         "components": {name: evaluation.accuracy(labels, of.label) for name, of in parts.items()},
     }

@@ -41,7 +41,7 @@ def write_run(
         seed: number of the file, from 1.
         source: the file; arrays of a folder are linked.
         features: its content.
-        outcomes: by method, with `raw`.
+        outcomes: by method.
 
     Raises:
         InputError: there are no test labels, or the folder is of another program.

@@ -113,7 +113,7 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
     figure, (axes,) = drawing.panels(1, 1.2 + 0.22 * len(groups), 1)
     looks = drawing.looks([*(name for group in groups for name in group.methods), "oracle"])
     for row, group in enumerate(groups):
-        for name in (*group.methods, "oracle"):
+        for name in filter(group.values, (*group.methods, "oracle")):
             (colour, marker), title = looks[name], formatting.method_title(name)
             mean, std = evaluation.mean_and_std(group.values(name))
             look: dict[str, Any] = {"color": colour, "label": title, "gid": f"{name}-{row}"}

@@ -82,10 +82,11 @@ def measured(
         latency: content of its `latency.json`.
     """
     numbers = dict(untrained or {}) | _accuracies(results, results["learner"])
-    raw, oracle = numbers["raw"], numbers.get("oracle")
-    numbers |= {f"gain:{name}": value - raw for name, value in numbers.items()}
-    if oracle is not None and raw < 100:  # The oracle is right wherever raw logits are.
-        numbers["corrected"] = 100 * (oracle - raw) / (100 - raw)
+    if "raw" in numbers:  # Features without heads have none.
+        raw, oracle = numbers["raw"], numbers.get("oracle")
+        numbers |= {f"gain:{name}": value - raw for name, value in numbers.items()}
+        if oracle is not None and raw < 100:  # The oracle is right wherever raw logits are.
+            numbers["corrected"] = 100 * (oracle - raw) / (100 - raw)
     averages = results.get("average_incremental_accuracy") or {}
     if averages.get("raw") is not None:  # if every task was evaluated
         curve = [_accuracies(point, results["learner"]) for point in results["curve"]]

@@ -74,7 +74,7 @@ class Group:
     def best(self) -> str:
         """Name of the most accurate calibrator on trained features, or `raw` if it beats all."""
         names = [n for n in self.methods if n != "raw" and not n.endswith("-pretrained")]
-        return self._most_accurate([*names, "raw"]) or "raw"
+        return self._most_accurate([*names, "raw"]) or self.methods[0]
 
     @property
     def untrained(self) -> str | None:

@@ -173,7 +173,7 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
             kinds = [kind for kind in _KINDS if group.values(f"{kind}{name}")]
             records = {kind: _record(group, f"{kind}{name}") for kind in kinds}
             numbers += records.values()
-            gain = records["gain:"] if name not in ("raw", "oracle") else {}
+            gain = {} if name in ("raw", "oracle") else records.get("gain:", {})
             storage = np.array(group.values(f"storage:{name}") or math.nan) / 2**20
             rows[*titles, names[group.title], formatting.method_title(name)] = {
                 "accuracy": formatting.mean(records[""]),
@@ -205,7 +205,8 @@ def of_tasks(group: Group) -> Table:
     """Builds the table of final accuracies by task, with the forgetting below."""
     names = (*group.methods, "oracle")
     columns = {formatting.method_title(name): _by_task(group, name) for name in names}
-    shown = pd.DataFrame(columns).rename_axis("task").map(lambda value: number(value, 1))
+    shown = pd.DataFrame(columns).rename_axis("task").dropna(how="all", axis=1)
+    shown = shown.map(lambda value: number(value, 1))
     return Table("tasks", _TEXTS["tasks"]["title"], shown, _TEXTS["tasks"]["note"])
 
 

@@ -164,11 +164,11 @@ def check_results(results: Mapping[str, Any]) -> None:
     if tasks != sorted({*tasks}) or tasks[-1] >= results["num_tasks"]:
         raise InputError(f"curve: expected tasks below {results['num_tasks']} in order")
     for point in (results, *results["curve"]):
-        components = point.get("components")
-        if "raw" not in point["accuracy"]:
+        components, names = point.get("components"), point["accuracy"].keys()
+        if not names or ("oracle" in names and "raw" not in names):
             raise InputError("accuracy: expected raw among the calibrators")
         if components and not {"raw", "full", "pac+rlc"} <= components.keys():
             raise InputError("components: expected raw, full and pac+rlc among them")
-    names = results.get("class_names")
-    if names is not None and len(names) != results.get("num_classes", len(names)):
-        raise InputError(f"class_names: expected {results['num_classes']}, found {len(names)}")
+    classes = results.get("class_names")
+    if classes is not None and len(classes) != results.get("num_classes", len(classes)):
+        raise InputError(f"class_names: expected {results['num_classes']}, found {len(classes)}")

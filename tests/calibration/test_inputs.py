@@ -262,7 +262,7 @@ def test_an_empty_batch_has_empty_scores(method):
             [FIRST_HEAD, heads.CosineHead(SECOND.weight)],
             "^final head of task 1 .from 0.: expected a",
         ),
-        ([FIRST_HEAD, None], "^final head of task 1 .from 0.: expected one of"),
+        ([FIRST_HEAD, None], "^final head of task 1 .from 0.: missing, which fdc reads"),
     ],
 )
 def test_messages_of_replace_heads(new_heads, message):

@@ -429,6 +429,73 @@ def test_no_run_is_overwritten(source, tmp_path):
         assert [path.name for path in tmp_path.rglob("*.*")] == ["config.json"]
 
 
+# Files without heads ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def headless(tmp_path_factory, arrays):
+    path = tmp_path_factory.mktemp("features") / "headless.npz"
+    np.savez(path, **{name: array for name, array in arrays.items() if "head" not in name})
+    return path
+
+
+def test_gaussians_need_no_head(source, headless, tmp_path):
+    results = []
+    for file in (source, headless):
+        output = tmp_path / f"{file.stem}.npz"
+        code, out, error = run(file, "--method=gaussians", f"--output={output}")
+        assert (code, error) == (0, "")
+        with np.load(output) as stored:
+            results.append((dict(stored), json.loads(output.with_suffix(".json").read_text()), out))
+    (expected, with_heads, before), (arrays, without, after) = results
+    assert arrays.keys() == expected.keys() - {"raw_label"}
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, expected[name])
+    assert without["accuracy"] == {"gaussians": with_heads["accuracy"]["gaussians"]}
+    assert without["gain"] == without["num_changed_labels"] == {}
+    reason = f"raw: not applicable: {headless}: head_weight_0: missing, which raw reads"
+    assert reason in after.splitlines() and "gain" in before
+    assert "gain" not in after and "interval" not in after
+
+
+def test_all_methods_without_heads_are_those_that_read_none(headless, tmp_path):
+    output = tmp_path / "x.npz"
+    words = ["--method=raw,fdc,vim,wa,ncm,ridge-pretrained", f"--output={output}"]
+    code, out, error = run(headless, *words)
+    assert (code, error) == (0, "")
+    for name in ("raw", "fdc", "vim", "wa"):
+        assert f"{name}: not applicable: {headless}: head_weight_0: missing, which {name} " in out
+    assert [line.split()[0] for line in out.splitlines()[2:4]] == ["ncm", "ridge-pretrained"]
+    features, calibrator = feature_files.load(headless), calibration.make("ncm")
+    with np.load(output) as stored:
+        scores = features.fit(calibrator).score(features.test_adapted)
+        np.testing.assert_array_equal(stored["label"], scores.label)
+    reason = f"{headless}: head_weight_0: missing, which fdc reads"
+    assert reason in fails(headless)
+    assert reason in fails(headless, "--method=fdc,ls")
+
+
+def test_test_labels_and_heads_may_both_be_missing(headless, tmp_path):
+    with np.load(headless) as file:
+        np.savez(tmp_path / "x.npz", **{n: file[n] for n in file.files if n != "test_labels"})
+    words = ["--method=gaussians", f"--output={tmp_path / 'o.npz'}"]
+    code, out, _ = run(tmp_path / "x.npz", *words)
+    line = "gaussians: 3 tasks, 6 classes, 90 test samples; no test_labels, so no accuracy"
+    assert code == 0 and line in out.splitlines()
+
+
+def test_a_report_without_heads_has_no_raw_accuracy_and_no_gain(headless, tmp_path):
+    output = tmp_path / "report"
+    code, out, error = run(headless, "--method=gaussians,ncm", f"--output={output}")
+    assert code == 0 and "Traceback" not in error
+    assert "raw: not applicable" in error
+    text = (output / "tables" / "calibrators.txt").read_text(encoding="utf-8")
+    assert "Class Gaussians" in text and "Class Gaussians" in out
+    for word in ("Raw", "gain", "Task given  "):
+        assert word not in text and word not in out
+    assert "head of task 0 (from 0): missing, which fdc reads" in error
+
+
 # Drift compensation -------------------------------------------------------------------------------
 
 
@@ -437,6 +504,16 @@ def test_gaussians_without_previous_features_say_so_once(tmp_path, arrays):
     np.savez(path, **{name: a for name, a in arrays.items() if "previous" not in name})
     code, out, error = run(path, "--method=gaussians")
     assert (code, (out + error).count("without drift compensation")) == (0, 1)
+    assert "not given; the pretrained view has full weight" in error
+
+
+def test_a_view_that_is_not_there_has_no_weight(tmp_path, arrays):
+    path = tmp_path / "one.npz"
+    words = ("previous", "pretrained")
+    np.savez(path, **{n: a for n, a in arrays.items() if not any(word in n for word in words)})
+    code, out, error = run(path, "--method=gaussians")
+    assert (code, (out + error).count("without drift compensation")) == (0, 1)
+    assert "pretrained" not in out + error
 
 
 def test_an_empty_name_is_not_the_current_folder(source, tmp_path, monkeypatch, capsys):

@@ -96,10 +96,11 @@ class Comparator(Calibrator):
         return inputs.float32(inputs.feature_array(value, name, self.widths[index]))
 
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
+        checked = super()._head(head, task, width, first)
         if self.needs_linear and not isinstance(head, LinearHead):
             name, kind = inputs.name_of("head", task), type(head).__name__
             raise InputError(f"{name}: {self.name} needs linear heads, found a {kind}")
-        return super()._head(head, task, width, first)
+        return checked
 
 
 def within_classes(
