@@ -64,7 +64,7 @@ _KINDS: list[Any] = [method.make for method in METHODS.values()]
 _KINDS += [Settings, Task, View, Foreign, ViewClasses, Confidence, Familiarity, *heads.KINDS]
 TYPES = {kind.__name__: kind for kind in _KINDS}
 
-for _name in ("ncm", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):
+for _name in ("gaussians", "ncm", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):
     _title, _make, _settings, *_ = METHODS[_name]
     _make = partial(_make, view="pretrained")
     METHODS[f"{_name}-pretrained"] = Method(f"{_title}, frozen features", _make, _settings)

@@ -171,6 +171,9 @@ class Gaussians(Calibrator):
     From the second task on, `fit_task` takes `previous` for all tasks (drift compensation) or for
     none. No head is needed.
 
+    Args:
+        view: "pretrained" to read the pretrained view alone, "" to read all.
+
     Attributes:
         views: statistics of all classes, by view.
         compensated: whether drift compensation is on; None before the second task.
@@ -182,8 +185,9 @@ class Gaussians(Calibrator):
     name = "gaussians"
     reads_previous = True
 
-    def __init__(self):
+    def __init__(self, view: str = ""):
         super().__init__()
+        self.view = view
         self.views: list[ViewClasses] = []
         self.compensated: bool | None = None
         self.staleness = np.zeros(0)
@@ -193,6 +197,12 @@ class Gaussians(Calibrator):
     def _fit(self, given: inputs.TaskInput) -> None:
         # Only memory maps stay unread.
         given = given._replace(views=[inputs.host_array(view, "") for view in given.views])
+        widths = [view.shape[1] for view in given.views]
+        if self.view:  # The pretrained encoder is that before each task, too.
+            if len(widths) < 2:
+                name = inputs.name_of("pretrained features", given.task)
+                raise InputError(f"{name}: missing, which {self.name} reads")
+            given = given._replace(views=given.views[1:], previous=given.views[1])
         fitted, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         if given.task:
             fitted._compensate(given)
@@ -206,7 +216,7 @@ class Gaussians(Calibrator):
             without._add(given._replace(counts=given.counts - out), kept)
             fitted._measure(given, held, without)
         self._forget()
-        vars(self).update(fitted.__getstate__())
+        vars(self).update(fitted.__getstate__() | {"widths": widths})
 
     def _measure(self, given: inputs.TaskInput, held: np.ndarray, without: Gaussians) -> None:
         """Adds a task's images to the confidence and the familiarity.
@@ -241,7 +251,9 @@ class Gaussians(Calibrator):
                 _LOGGER.warning(self.note)
             return
         self.compensated = True
-        before = inputs.host_array(inputs.feature_array(previous, name, self.widths[0]), name)
+        before = inputs.host_array(
+            inputs.feature_array(previous, name, given.views[0].shape[1]), name
+        )
         inputs.same_length(before, given.views[0], name)
         by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         counts = np.concatenate(self.counts)
@@ -287,7 +299,7 @@ class Gaussians(Calibrator):
         """A line on drift compensation, from the second task on."""
         without = WITHOUT + "; the pretrained view has full weight" * (len(self.widths) > 1)
         notes = {None: "", True: "class Gaussians with drift compensation", False: without}
-        return notes[self.compensated]
+        return notes[None if self.view else self.compensated]
 
     @property
     def storage_bytes(self) -> int:
@@ -303,7 +315,8 @@ class Gaussians(Calibrator):
         """Returns the features of a batch by view."""
         if not self.views:
             raise InputError("call fit_task for every task first")
-        return inputs.score_views(adapted, pretrained, self.widths, True)
+        views = inputs.score_views(adapted, pretrained, self.widths, True)
+        return views[1:] if self.view else views
 
     def _by_view(self, views: Sequence[Any]) -> dict[str, Any]:
         """Returns the scores of all classes by view."""

@@ -34,6 +34,7 @@ VALUES: Sweep = {
 # Comparators on features of the pretrained encoder alone. The 10,000 random features of the RanPAC
 # paper take minutes and gigabytes.
 UNTRAINED: dict[str, dict[str, Any]] = {
+    "gaussians-pretrained": {},  # the answer of a run before training
     "ncm-pretrained": {},
     "ranpac-pretrained": {"projections": 2_000},
 }

@@ -134,6 +134,21 @@ def test_few_and_many_images_per_class_in_one_view(width):
     assert found.components(inputs).keys() == {"full"}
 
 
+def test_the_pretrained_view_alone_is_that_of_a_frozen_encoder():
+    tasks = streams.stream(3, 3)
+    adapted, pretrained = streams.probe_inputs(tasks)
+    found, frozen = gaussians.Gaussians("pretrained"), gaussians.Gaussians()
+    for task in tasks:  # The views may have different widths.
+        found.fit_task(task.adapted[:, 1:], task.labels, pretrained=task.pretrained)
+        before = task.pretrained if frozen.num_tasks else None
+        frozen.fit_task(task.pretrained, task.labels, previous=before)
+    scores = found.class_scores(adapted[:, 1:], pretrained)
+    np.testing.assert_array_equal(scores, frozen.class_scores(pretrained))
+    assert found.storage_bytes == frozen.storage_bytes and found.note == ""
+    with pytest.raises(InputError, match="missing, which gaussians reads"):
+        gaussians.Gaussians("pretrained").fit_task(tasks[0].adapted, tasks[0].labels)
+
+
 def test_without_drift_nothing_moves_and_with_it_standing_still_is_worse():
     tasks = streams.stream(5, 3)
     still = fitted(tasks, [None, *(t.adapted for t in tasks[1:])])

@@ -8,6 +8,7 @@ import fdc_jax
 from fdc_jax import predict
 from fdc_jax.errors import Interrupted, StopRequest
 from fdc_jax.features import feature_files
+from fdc_jax.report import runs, tables
 from fdc_jax.run import seeds
 from tests import small_runs
 from tests.small_runs import config, events, predictions, results
@@ -64,6 +65,10 @@ def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys, 
     pd.testing.assert_frame_equal(before[columns], expected[columns])
     small_runs.run(fields, folder)
     small_runs.same_outcome(whole, folder)
+    ((group,), _) = runs.load([folder])
+    assert group.values("gaussians-pretrained") == [accuracy]
+    title = "Class Gaussians, frozen features"
+    assert title in tables.of_calibrators([group]).frame.index.tolist()
     after = fdc_jax.open_run(folder).predict(images)
     pd.testing.assert_frame_equal(after, fdc_jax.open_run(whole).predict(images))
     assert before["confidence"].tolist() != after["confidence"].tolist()
