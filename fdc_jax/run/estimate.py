@@ -69,10 +69,13 @@ def size(config: Config) -> Size:
     return Size(train, images(sum(known.task_test_counts), data.test_per_class), len(learned))
 
 
-def passes(fields: Mapping[str, Any], size: Size) -> float:
-    """Returns the passes of a run with these fields of its configuration."""
-    epochs, every = fields["train.epochs"] or 20, fields["evaluation.every"]
-    evaluated = [n for n in range(1, size.tasks + 1) if n % every == 0 or n == size.tasks]
+def passes(fields: Mapping[str, Any], size: Size, tasks_done: int = 0) -> float:
+    """Returns the passes of a run with these fields of its configuration.
+
+    After some tasks, `size.train` is the number of images of the others.
+    """
+    epochs, every, last = fields["train.epochs"] or 20, fields["evaluation.every"], size.tasks
+    evaluated = [n for n in range(tasks_done + 1, last + 1) if n % every == 0 or n == last]
     return (epochs + 1) * size.train + 0.5 * size.test * sum(evaluated) / size.tasks
 
 
@@ -145,20 +148,21 @@ def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
     return (time.perf_counter() - clock) / steps / images
 
 
-def seconds_after(setup: Setup, records: Sequence[Mapping[str, Any]]) -> float:
-    """Returns about the seconds of a run, by the records of one with a frozen encoder."""
+def seconds_after(setup: Setup, records: Sequence[Mapping[str, Any]], tasks_done: int = 0) -> float:
+    """Returns about the seconds of the other tasks, by the records of a frozen encoder."""
     batch = setup.config.evaluation.batch_size
     seconds = min(  # per image, padding included; the first task compiles
         record["timing"]["adapted_extraction_seconds"]
         / (-(-len(setup.tasks.train_indices[record["task"]]) // batch) * batch)
         for record in records
     )
-    return 2 * seconds * passes(configuration.flatten(setup.config), _size(setup))
+    fields, size = configuration.flatten(setup.config), _size(setup, tasks_done)
+    return 2 * seconds * passes(fields, size, tasks_done)
 
 
-def _size(setup: Setup) -> Size:
-    tasks = setup.tasks
-    return Size(sum(map(len, tasks.train_indices)), len(tasks.test_indices), len(tasks.tasks))
+def _size(setup: Setup, tasks_done: int = 0) -> Size:
+    tasks, images = setup.tasks, [*map(len, setup.tasks.train_indices)]
+    return Size(sum(images[tasks_done:]), len(tasks.test_indices), len(tasks.tasks))
 
 
 def describe(setup: Setup, num_seeds: int) -> str:
@@ -168,7 +172,7 @@ def describe(setup: Setup, num_seeds: int) -> str:
     seconds = image * passes(configuration.flatten(config), size)
     gib = disk(config, size, state_bytes(learner), learner.setup.variant.width) / 2**30
     more = f" for each of {num_seeds} seeds" * (num_seeds > 1)
-    return f"needs      about {duration(seconds)} and {gib:,.2f} GiB{more}"
+    return f"needs      about {duration(seconds)} and {max(gib, 0.01):,.2f} GiB{more}"
 
 
 def duration(seconds: float) -> str:

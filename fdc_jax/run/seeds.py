@@ -102,12 +102,12 @@ def run_seed(
         if not quiet:
             print(f"{folder}: is finished already", file=sys.stderr)
         return finished
-    if setup.config.untrained and setup.learner.trains:
-        _answer_untrained(setup, seed, folder, stop, quiet)
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
+    point = experiment.resume(setup, seed, store, checkpoints)
+    if setup.config.untrained and setup.learner.trains:
+        _answer_untrained(setup, seed, folder, stop, quiet, point.trained_tasks)
     label = f"seed {seed}, " if len(setup.config.seed) > 1 else ""
     with contextlib.closing(Progress(quiet, label)) as progress:
-        point = experiment.resume(setup, seed, store, checkpoints)
         if point.trained_tasks:
             progress.line(f"resumes after {point.trained_tasks} of {len(setup.tasks.tasks)} tasks")
         steps = setup.first_steps
@@ -123,9 +123,9 @@ def run_seed(
 
 
 def _answer_untrained(
-    setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
+    setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool, trained_tasks: int
 ) -> None:
-    """Fits class Gaussians on the frozen encoder; prints their accuracy and the training time."""
+    """Fits class Gaussians on the frozen encoder; prints their accuracy and the time to train."""
     untrained, config = setups.untrained(setup), setup.config
     if not untrained.config.calibrators:
         return
@@ -136,20 +136,25 @@ def _answer_untrained(
     if quiet:
         return
     accuracy = outcome["accuracy"][untrained.config.calibrators]
-    seconds = estimate.seconds_after(setup, paths.read_records())
-    text = f"without training: {accuracy:.1f} %; training on top takes about "
-    text += f"{estimate.duration(seconds)} here"
+    seconds = estimate.seconds_after(setup, paths.read_records(), trained_tasks)
+    training = "the rest of the training" if trained_tasks else "training on top"
+    text = f"without training: {accuracy:.1f} %; {training} takes about "
+    text += f"{estimate.duration(seconds)} here; Ctrl-C keeps this answer"
     if seconds > _SLOW_SECONDS:
         side, patch = config.encoder.image_size // 2, setup.learner.setup.variant.patch
-        text += f" (a quarter with --config.encoder.image_size={side // patch * patch}, half with "
-        text += f"--config.train.epochs={-(-config.train.epochs // 2)})"
-    print(f"{text}; Ctrl-C keeps this answer", file=sys.stderr, flush=True)
+        text += "\nfaster, in another --workdir=FOLDER: "
+        text += f"--config.train.epochs={-(-config.train.epochs // 2)} (half the time), or "
+        text += f"--config.encoder.image_size={side // patch * patch} (a quarter; less accurate)"
+    print(text, file=sys.stderr, flush=True)
 
 
 def describe(setup: Setup) -> str:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
     config, tasks, weights = setup.config, setup.tasks, setup.pretrained
-    sizes = dict.fromkeys(map(str, tasks.classes_per_task))
+    *first, last = map(str, tasks.classes_per_task)
+    sizes = ", ".join([*first, last])
+    if len({*first}) < 2:
+        sizes = last if {*first} <= {last} else f"{first[0]} (last {last})"
     train, trained = sum(map(len, tasks.train_indices)), setups.trained_parameters(setup)
     skipped = tasks.train.skipped.text()
     return (
@@ -158,7 +163,7 @@ def describe(setup: Setup) -> str:
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
         f"{config.data.input_range}\n"
         f"training   {counted(config.train.epochs, 'epoch')} of batches of "
-        f"{config.train.batch_size}, {', '.join(sizes)} classes a task\n"
+        f"{config.train.batch_size}, {sizes} classes a task\n"
         f"weights    {weights.path.name}, sha256 {weights.sha256[:16]}\n"
         f"data       {config.benchmark} ({tasks.test.partition} split), "
         f"{counted(len(tasks.tasks), 'task')}, {train:,} training and "

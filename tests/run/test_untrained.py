@@ -9,7 +9,8 @@ from fdc_jax import predict
 from fdc_jax.errors import Interrupted, StopRequest
 from fdc_jax.features import feature_files
 from fdc_jax.report import runs, tables
-from fdc_jax.run import seeds
+from fdc_jax.run import estimate, seeds
+from fdc_jax.run import setup as setups
 from tests import small_runs
 from tests.small_runs import config, events, predictions, results
 
@@ -39,7 +40,11 @@ def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, whole, tmp_pat
     ]
 
 
-def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys, caplog):
+def test_a_run_answers_before_it_trains(
+    frozen, whole, cache, tmp_path, capsys, caplog, monkeypatch
+):
+    monkeypatch.setattr(seeds, "_SLOW_SECONDS", 0.0)
+
     class Stop(StopRequest):
         def __init__(self):
             super().__init__()
@@ -51,7 +56,10 @@ def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys, 
     accuracy = results(folder / "untrained")["accuracy"]["gaussians"]
     assert accuracy == results(frozen)["accuracy"]["gaussians"]
     text = f"without training: {accuracy:.1f} %; training on top takes about "
-    assert text in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert text in printed and "here; Ctrl-C keeps this answer\nfaster, in another" in printed
+    assert "--workdir=FOLDER: --config.train.epochs=1 (half the time), or " in printed
+    assert "--config.encoder.image_size=16 (a quarter; less accurate)\n" in printed
     assert "without drift compensation" not in caplog.text
     known, page = fdc_jax.open_run(frozen), tmp_path / "page.html"
     files = small_runs.test_files(known, tmp_path / "images")
@@ -72,3 +80,26 @@ def test_a_run_answers_before_it_trains(frozen, whole, cache, tmp_path, capsys, 
     after = fdc_jax.open_run(folder).predict(images)
     pd.testing.assert_frame_equal(after, fdc_jax.open_run(whole).predict(images))
     assert before["confidence"].tolist() != after["confidence"].tolist()
+
+
+def test_a_resumed_run_counts_the_rest_and_a_task_of_one_class_trains_nothing(
+    frozen, cache, tmp_path, capsys
+):
+    class Stop(StopRequest):
+        def __init__(self):
+            super().__init__()
+            self.agree = lambda number: 15 * (folder / "tasks" / "task_000.json").exists()
+
+    folder, fields = tmp_path / "run", config(cache, untrained=True, classes_per_task=(9, 1))
+    with pytest.raises(Interrupted):
+        seeds.run(fields, str(folder), False, Stop())
+    first = capsys.readouterr().err
+    assert "batches of 18, 9 (last 1) classes a task\n" in first and "the loss is 0" not in first
+    seeds.run(fields, str(folder))
+    printed = capsys.readouterr().err
+    assert "; the rest of the training takes about " in printed
+    assert printed.count("task 2: the loss is 0, so that training changes nothing: ") == 1
+    setup, records = setups.build(config(cache)), fdc_jax.open_run(frozen).read_records()
+    whole, rest = (estimate.seconds_after(setup, records, done) for done in (0, 1))
+    # Two epochs and one pass without gradients for both views of 120 and 60 images, and tests.
+    assert rest / whole == pytest.approx((3 * 60 + 30) / (3 * 120 + 15 + 30))
