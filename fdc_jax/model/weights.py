@@ -1,6 +1,7 @@
 """Pretrained weights: strict reading of `.npz` and `.safetensors` files into parameter trees."""
 
 import base64
+import contextlib
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ import numpy as np
 from flax import traverse_util
 
 from fdc_jax.errors import InputError
+from fdc_jax.machine import files
 from fdc_jax.machine.files import named_path, read_npz, read_safetensors, sha256, write_npz
 from fdc_jax.model import layouts, vit
 
@@ -74,11 +76,32 @@ def locate(
 
 
 def by_checksum(digest: str, variant: str, folder: Path) -> str:
-    """Returns the name in `NAMED` of the file with a SHA-256, "" if none has it; see `locate`."""
+    """Returns the weights with a SHA-256 as `locate` accepts them, of a run; "" if none are known.
+
+    They are digits, augreg, or the file of `remember`.
+    """
     if sha256(DIGITS_WEIGHTS) == digest:
         return "digits"
     path = folder / AUGREG_FILES.get(variant, "")
-    return "augreg" if path.is_file() and sha256(path) == digest else ""
+    if path.is_file() and sha256(path) == digest:
+        return "augreg"
+    with contextlib.suppress(InputError, OSError):
+        path = str(files.read_json(_record(digest, folder)))
+        return path if sha256(path) == digest else ""
+    return ""
+
+
+def remember(weights: Weights, folder: Path) -> None:
+    """Writes the path of weights into a cache folder, if possible; the user has trained with them.
+
+    A saved run names weights by their checksum alone, as it may be a stranger's.
+    """
+    with contextlib.suppress(InputError):
+        files.write_json(_record(weights.sha256, folder), str(weights.path.absolute()))
+
+
+def _record(digest: str, folder: Path) -> Path:
+    return folder / "weights" / f"{digest}.json"
 
 
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:

@@ -16,6 +16,7 @@ from fdc_jax.errors import InputError, StopRequest, counted, stop_on_signals
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked, named_path
+from fdc_jax.model import weights
 from fdc_jax.run import configuration, estimate, experiment, results
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
@@ -51,6 +52,7 @@ def run(
         fields = configuration.flatten(config).items()
         shared = {f"config.{n}": v for n, v in fields if n not in configuration.OF_A_HOST}
         processes.check_same(shared | setups.checksums(setup, setup.tasks))
+        processes.on_first(weights.remember)(setup.pretrained, setup.cache)
         if not quiet:
             print(describe(setup), file=sys.stderr, flush=True)
         lock = processes.on_first(lambda folder: held.enter_context(locked(folder / ".lock")))
@@ -150,7 +152,7 @@ def _answer_untrained(
 
 def describe(setup: Setup) -> str:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
-    config, tasks, weights = setup.config, setup.tasks, setup.pretrained
+    config, tasks, pretrained = setup.config, setup.tasks, setup.pretrained
     *first, last = map(str, tasks.classes_per_task)
     sizes = ", ".join([*first, last])
     if len({*first}) < 2:
@@ -164,7 +166,7 @@ def describe(setup: Setup) -> str:
         f"{config.data.input_range}\n"
         f"training   {counted(config.train.epochs, 'epoch')} of batches of "
         f"{config.train.batch_size}, {sizes} classes a task\n"
-        f"weights    {weights.path.name}, sha256 {weights.sha256[:16]}\n"
+        f"weights    {pretrained.path.name}, sha256 {pretrained.sha256[:16]}\n"
         f"data       {config.benchmark} ({tasks.test.partition} split), "
         f"{counted(len(tasks.tasks), 'task')}, {train:,} training and "
         f"{counted(len(tasks.test_indices), 'test image')}, "

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
@@ -12,7 +13,7 @@ import fdc_jax
 from fdc_jax import export
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import write_manifest
+from fdc_jax.machine.files import sha256, write_manifest
 from tests import small_runs
 from tests.small_runs import contents, results
 
@@ -74,6 +75,31 @@ def test_what_is_no_run_or_another_one_is_refused(whole, tmp_path):
     np.savez(copy / "predictions.npz", **columns | {"label": columns["label"][::-1]})
     with pytest.raises(InputError, match=r"predictions.npz: expected labels of"):
         fdc_jax.open_run(copy).test_images(np.arange(2))
+
+
+def test_weights_of_own_runs_are_found_by_their_checksum_while_they_are_there(cache, tmp_path):
+    weights, folder = small_runs.other_weights(tmp_path), tmp_path / "run"
+    fields = small_runs.config(cache, encoder__weights=str(weights), num_tasks=1, train__epochs=1)
+    small_runs.run(fields, folder)
+    expected = fdc_jax.open_run(folder, weights=str(weights)).predict(np.zeros((8, 8), np.uint8))
+    found = fdc_jax.open_run(folder).predict(np.zeros((8, 8), np.uint8))
+    pd.testing.assert_frame_equal(found, expected)
+    copy = weights.rename(tmp_path / "copy.npz")
+    record, away = cache / "weights" / f"{sha256(copy)}.json", tmp_path / "away.json"
+    digits = small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz"
+
+    def refused():
+        with pytest.raises(InputError, match=r"needs the weights of its encoder, .*: --weights=F"):
+            fdc_jax.open_run(folder).encoder(0)
+
+    refused()  # The file is gone, or another one, or no run has used it.
+    shutil.copy(digits, weights)
+    refused()
+    copy.replace(weights)
+    record.rename(away)
+    refused()
+    away.rename(record)
+    assert fdc_jax.open_run(folder).encoders.pretrained.path == weights
 
 
 def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_path):
