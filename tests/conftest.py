@@ -1,6 +1,7 @@
 """Shared by all tests: CPU, quick compilation, one small run, and optional real assets."""
 
 import functools
+import gc
 import http.server
 import importlib.metadata
 import os
@@ -21,6 +22,10 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 import jax
 import pytest
 import threadpoolctl
+
+# Tracing makes many objects and few cycles; to look for cycles at every 700th takes a twentieth of
+# the time of all tests.
+gc.set_threshold(50_000, 20, 20)
 
 # Plugins of pytest may load NumPy before OpenBLAS is told; threads change the last bits of sums.
 threadpoolctl.threadpool_limits(1, user_api="blas")
@@ -77,6 +82,13 @@ def half(tmp_path_factory, cache):
         "half",
         lambda workdir: small_runs.stopped(small_runs.config(cache), workdir, 18),
     )
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Reports without figures and what they alone show; tests/report has tests of them."""
+    monkeypatch.setattr("fdc_jax.report.figures.draw", lambda groups: [])
+    monkeypatch.setattr("fdc_jax.report.analysis._OF_THE_FIRST", ())
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):

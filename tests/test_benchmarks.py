@@ -1,17 +1,22 @@
 """Benchmarks at a tiny size: what they write, and that a wrong number is found."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import accelerator, calibration, flops, golden
+from benchmarks import accelerator, calibration, flops, golden, measure
+from fdc_jax.errors import InputError
 from fdc_jax.model import increments, vit
 from tests import small_runs
 
@@ -19,15 +24,14 @@ TRIAL = ("--variant=digits", "--image_size=32", "--batch_size=4")
 SIZES = ("--tasks=2,3", "--images=330", "--classes=22", "--width=16", "--repeats=1")
 
 
-def test_the_calibration_benchmark_writes_times_and_sizes(tmp_path):
+def test_the_calibration_benchmark_writes_times_and_sizes(tmp_path, monkeypatch, capsys):
     output = tmp_path / "out" / "found.json"
-    assert small_runs.python("-m", "benchmarks.calibration", *SIZES, f"--output={output}")
+    monkeypatch.setattr(measure, "in_a_process", lambda function, *rest: function(*rest))
+    monkeypatch.setattr(sys, "argv", ["", *SIZES, f"--output={output}"])
+    assert measure.run(calibration.PROGRAM, calibration.main) == 0
+    assert capsys.readouterr().out.count(": fit ") == 2
     found = json.loads(output.read_text())
     assert {"fdc_jax", "jax", "commit"} <= found["versions"].keys()
-    check_calibration(found)
-
-
-def check_calibration(found):
     for result, tasks in zip(found["results"], (2, 3), strict=True):
         assert (result["tasks"], result["images"], result["views"]) == (tasks, 330, 2)
         point = calibration.Point(tasks, 330, 22, 16, 2)
@@ -40,15 +44,32 @@ def check_calibration(found):
         assert min(result["score_milliseconds"]["64"].values()) > 0
 
 
+def test_a_measurement_has_a_process_of_its_own():
+    assert measure.in_a_process(os.getppid) == os.getpid()
+    with pytest.raises(InputError, match="the process of a measurement ended"):
+        measure.in_a_process(os._exit, 3)
+
+
 # The command for accelerators ---------------------------------------------------------------------
 
 
-def measured(folder, *arguments, code=0):
-    """Runs the command with its exit code; returns the records by part and the printed lines."""
-    program = ("-m", "benchmarks.accelerator", f"--output={folder}", *arguments)
-    printed = small_runs.python(*program, expected=code)
-    parts = accelerator.PARTS.keys() & {path.stem for path in folder.glob("*.json")}
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in parts}, printed
+@pytest.fixture
+def accelerated(tmp_path, monkeypatch, capsys):
+    """A function from flags to exit code, records by part, and the printed and the error lines."""
+    monkeypatch.chdir(small_runs.REPOSITORY)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):  # The command changes them.
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+    def run(*flags):
+        folder = tmp_path / "out"
+        monkeypatch.setattr(sys, "argv", ["", f"--output={folder}", *flags])
+        code = measure.run(accelerator.PROGRAM, accelerator.main)
+        parts = accelerator.PARTS.keys() & {path.stem for path in folder.glob("*.json")}
+        records = {name: json.loads((folder / f"{name}.json").read_text()) for name in parts}
+        return code, records, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.999, np.nan])
@@ -67,12 +88,21 @@ def test_numbers_of_another_shape_and_missing_numbers_are_wrong():
     assert not golden.compare(number, {})["right"]
 
 
-def test_a_broken_number_gives_code_1_and_its_error(tmp_path):
+def test_a_broken_number_gives_code_1_and_its_error(tmp_path, accelerated, monkeypatch):
+    @contextlib.contextmanager
+    def started(names, options):
+        """Measures in this process, not in one of its own."""
+        for name in names:
+            accelerator.measure_part(name, options)
+        yield types.SimpleNamespace(wait=lambda limit: 0)
+
+    monkeypatch.setattr(accelerator, "started", started)
     broken = json.loads(accelerator.GOLDEN.read_text())
     broken["two blocks of ViT-B/16"][0][0] += 0.1
     (tmp_path / "broken.json").write_text(json.dumps(broken))
     arguments = (*TRIAL, "--parts=features", f"--golden={tmp_path / 'broken.json'}")
-    records, printed = measured(tmp_path / "out", *arguments, code=1)
+    code, records, printed, _ = accelerated(*arguments)
+    assert code == 1
     assert "features: WRONG: two blocks of ViT-B/16, parity, xla: error 0.0" in printed
     assert "tolerance 0.0001" in printed and printed.count("WRONG") == 1
     wrong = [each["check"] for each in records["features"]["checks"] if not each["right"]]
@@ -81,19 +111,20 @@ def test_a_broken_number_gives_code_1_and_its_error(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_processor_computes_the_committed_gradients_of_all_learners(tmp_path):
-    records, _ = measured(tmp_path / "out", "--minutes=60", "--parts=gradients")
+def test_a_processor_computes_the_committed_gradients_of_all_learners(accelerated):
+    code, records, _, _ = accelerated("--minutes=60", "--parts=gradients")
     record = records["gradients"]
-    assert record["status"] == "done" and len(record["checks"]) > 100
+    assert (code, record["status"]) == (0, "done") and len(record["checks"]) > 100
     made = json.loads(accelerator.GOLDEN.read_text()).keys()
     checked = {each["check"] for each in record["checks"]}
     assert {name for name in made if ": " in name} == checked
 
 
 @pytest.mark.ci
-def test_a_trial_tries_every_part(tmp_path):
+def test_a_trial_tries_every_part(accelerated):
     """A minute suffices for it on two idle cores; here the machine gets the time that it needs."""
-    records, printed = measured(tmp_path / "out", *TRIAL, "--minutes=60")
+    code, records, printed, _ = accelerated(*TRIAL, "--minutes=60")
+    assert code == 0
     reasons = {
         name: record["note"] for name, record in records.items() if record["status"] != "done"
     }
@@ -127,12 +158,11 @@ def test_a_part_that_is_stopped_keeps_its_rows(tmp_path):
     assert accelerator.wrong("digits", record) == ["the part failed, see its log"]
 
 
-def test_wrong_flags_are_one_line(tmp_path):
+def test_wrong_flags_are_one_line(accelerated):
     wrong = {"--parts=step": "--parts: expected some of", "--minutes=0": "--minutes: expected"}
     for flag, line in wrong.items():
-        program = [sys.executable, "-m", "benchmarks.accelerator", flag, f"--output={tmp_path}"]
-        ended = subprocess.run(program, cwd=small_runs.REPOSITORY, capture_output=True, text=True)
-        assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and line in ended.stderr
+        code, _, _, errors = accelerated(flag)
+        assert code == 2 and errors.count("\n") == 1 and line in errors
 
 
 # The formula for operations against what the compiler counts --------------------------------------

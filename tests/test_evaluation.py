@@ -105,6 +105,7 @@ def test_what_calibrators_got_right_stands_side_by_side():
 
 
 def test_the_calibration_error_has_fifteen_bins():
-    """0.06 is in the first bin, 0.069 in the second one."""
-    error = evaluation.calibration_error(np.array([0.06, 0.069]), np.array([True, False]))
-    assert error == pytest.approx(100 * (0.94 + 0.069) / 2)
+    """0.06 is in the first bin, 0.069 in the second one; of two of 0.9 half are right."""
+    sure, right = np.array([0.06, 0.069, 0.9, 0.9]), np.array([True, False, True, False])
+    error = evaluation.calibration_error(sure, right)
+    assert error == pytest.approx(100 * (0.94 + 0.069 + 2 * 0.4) / 4)

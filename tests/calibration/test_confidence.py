@@ -62,13 +62,6 @@ def test_answers_are_as_sure_as_they_are_right_and_strangers_are_told():
     assert 0.03 < (known < limit).mean() < 0.07 < 0.3 < (strange < limit).mean()
 
 
-def test_calibration_error_by_hand():
-    # Bins of a fifteenth: 0.1 of which none is right, 0.9 of which half are.
-    probability, right = np.array([0.1, 0.1, 0.9, 0.9]), np.array([False, False, True, False])
-    expected = 100 * (0.5 * 0.1 + 0.5 * 0.4)
-    np.testing.assert_allclose(evaluation.calibration_error(probability, right), expected)
-
-
 def test_so_few_images_are_off_by_chance_alone():
     """Of n sure by p in one bin, |k / n - p| with k binomial; many are off by little."""
     few, many = np.full(9, 0.9), np.full(90_000, 0.9)

@@ -416,12 +416,7 @@ def test_arrays_of_other_libraries(convert):
     expected = streams.fitted(stream).score(*probe)
     scores = found.score(*map(convert, probe))
     np.testing.assert_array_equal(scores.task_scores, expected.task_scores)
-
-
-@pytest.mark.parametrize("convert", [ArrayTensor, DlpackTensor, jnp.asarray, np.ndarray.tolist])
-def test_probabilities_of_arrays_of_other_libraries(convert):
-    stream = streams.stream(7, 2)
-    found, probe = streams.fitted(stream, method="gaussians"), streams.probe_inputs(stream)
+    found = streams.fitted(stream, method="gaussians")
     for ours, theirs in zip(found.assess(*map(convert, probe)), found.assess(*probe), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 

@@ -1,11 +1,14 @@
 """Features of many images: right rows, right encoder, one compilation, computed once."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
 from fdc_jax.data import digits
 from fdc_jax.data.batches import EvaluationBatches
+from fdc_jax.features import extraction
 from fdc_jax.features.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.machine import devices
 from fdc_jax.model import operations, vit
@@ -73,8 +76,15 @@ def test_both_views_in_one_pass_and_in_portions(model, backbone, monkeypatch, co
         np.testing.assert_allclose(found.features, features, atol=2e-5)
         (alone,) = cut(backbone, [view], batches(count))
         np.testing.assert_array_equal(found.features, alone.features)
-        assert found.seconds > 0
     assert cut.encode._cache_size() <= 1
+
+
+def test_encoders_share_the_seconds_of_a_pass(model, backbone, monkeypatch):
+    clock = SimpleNamespace(perf_counter=iter([100.0, 106.0]).__next__)
+    monkeypatch.setattr(extraction, "time", clock)
+    kernels = vit.pretrained_kernels(backbone)
+    found = extractor(model)(backbone, [kernels, kernels, kernels], batches(1))
+    assert [each.seconds for each in found] == [2.0, 2.0, 2.0]
 
 
 # Learns three tasks with features of two random encoders, and scores the images of the last.

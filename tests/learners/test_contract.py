@@ -453,7 +453,6 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, each):
 
 
 IN_PORTIONS = [each for each in NAMES if each not in ("rsiat", "lora_subtraction")]
-TWO_IMAGES = 2 * ((toy.SIDE // toy.TINY.patch) ** 2 + 1)  # tokens
 
 
 @pytest.mark.parametrize("name", fast_and_slow("ewc_lora", "loda", names=IN_PORTIONS))
@@ -464,7 +463,7 @@ def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
     monkeypatch.setattr(
         training, "mean_over_portions", lambda *args: sizes.append(args[2]) or mean(*args)
     )
-    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", TWO_IMAGES)
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
     batch = toy.make_batch(3, size=6, classes=3, padding=3)
     found = []
     for update in (run.update, run.learner.update()):
@@ -477,20 +476,14 @@ def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
     assert_near(found[1][1:], found[0][1:], 2e-4)
 
 
-@pytest.mark.parametrize("name", ["lora_subtraction", "rsiat"])
-def test_an_encoder_takes_portions_where_the_loss_is_of_pairs(backbone, monkeypatch, name):
-    run, sizes, encode = toy.trajectory(name), [], vit.encode
+def test_an_encoder_takes_portions_where_the_loss_is_of_pairs(backbone, monkeypatch):
+    """RSIAT's is compared with its formula in portions, too."""
+    run, sizes = toy.trajectory("lora_subtraction"), toy.encoded(monkeypatch)
     frozen, trained = run.steps[1].frozen, toy.random_like(run.steps[1].trained, 4, 0.05)
     batch = toy.make_batch(3, size=6, classes=3, padding=1)
-    monkeypatch.setattr(vit, "encode", lambda *all: sizes.append(len(all[2])) or encode(*all))
-
-    def found():
-        of = jax.value_and_grad(lambda leaves: run.learner.loss(backbone, frozen, leaves, batch))
-        return jax.jit(of)(trained)
-
-    at_once = found()
-    assert set(sizes) == {6}
-    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", TWO_IMAGES)
-    sizes.clear()
-    assert_near(found(), at_once, 2e-4)
+    at_once = toy.value_and_gradients(run.update, backbone, frozen, trained, batch)
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
+    of = jax.value_and_grad(lambda leaves: run.learner.loss(backbone, frozen, leaves, batch))
+    found = jax.tree.map(np.asarray, jax.jit(of)(trained))
     assert set(sizes) == {2}
+    assert_near(found, at_once, 2e-4)

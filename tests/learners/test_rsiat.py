@@ -53,14 +53,21 @@ def reference_loss(state, trained, batch, task, warm_up):
 
 
 @pytest.mark.parametrize("task", [0, 1])
-def test_loss_and_gradients_against_the_formulas(run, backbone, task, warm_up=0.4):
-    """The slope along a random direction of each part is that of the formula in float64."""
+def test_loss_and_gradients_against_the_formulas(run, backbone, monkeypatch, task, warm_up=0.4):
+    """The slope along a random direction of each part is that of the formula in float64.
+
+    In the second task the encoder takes two images at a time.
+    """
+    sizes = toy.encoded(monkeypatch)
+    if task == 1:
+        monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
     state, frozen, trained = random_start(run.learner, backbone, task)
     batch = toy.make_batch(3, size=6, classes=toy.CLASSES[task], padding=1)
     # Without a key for it, nothing is dropped.
     loss = jax.jit(jax.value_and_grad(run.learner.loss, argnums=2))
     value, gradients = loss(backbone, frozen, trained, batch, warm_up)
     gradients = toy.float64(gradients)
+    assert set(sizes) == {6 if task == 0 else 2}
 
     def expected(leaves):
         return reference_loss(state, leaves, batch, task, warm_up)

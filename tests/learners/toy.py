@@ -33,6 +33,7 @@ from tests.model.reference import (  # noqa: F401
 
 RANK = 2
 CLASSES = (2, 3, 2)
+TWO_IMAGES = 2 * ((SIDE // TINY.patch) ** 2 + 1)  # tokens
 
 # Options of learners, no two with the same value.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -204,6 +205,13 @@ class ModelSpy:
         self.asked.append(rest)
         self.returned.append(self.model.apply(parameters, images, kernels, *rest, **options))
         return self.returned[-1]
+
+
+def encoded(monkeypatch):
+    """Returns a list that fills with the number of images of every further call of the encoder."""
+    sizes, encode = [], vit.encode
+    monkeypatch.setattr(vit, "encode", lambda *all: sizes.append(len(all[2])) or encode(*all))
+    return sizes
 
 
 def value_and_gradients(update, backbone, frozen, trained, batch, rate=1.0):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fdc_jax.report import __main__, classes, figures, pictures, runs, tables
+from fdc_jax.report import __main__, classes, pictures, runs, tables
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -49,8 +49,7 @@ def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkey
     ]  # fmt: skip
 
 
-def test_references_become_tables_quietly(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(figures, "draw", lambda groups: [])
+def test_references_become_tables_quietly(folder, tmp_path, capsys, no_figures):
     rows = "benchmark,learner,quantity,seed,value\ndigits,cumulative_lora,raw,1,50\n"
     (tmp_path / "other code.csv").write_text(rows)
     given = [str(folder / "a"), str(folder / "notes"), f"--output={tmp_path / 'o'}", "--quiet"]

@@ -54,8 +54,18 @@ def test_class_gaussians_get_features_by_the_encoder_before_the_task(whole):
     assert not (whole / "features" / "train_previous_0.npy").exists()
 
 
-def test_a_run_fits_what_it_is_told_to_and_keeps_no_features_unasked(whole, cache, tmp_path):
-    """Raw logits and those given the task come from the heads alone."""
+def test_a_run_fits_what_it_is_told_to_and_keeps_no_features_unasked(
+    whole, cache, tmp_path, monkeypatch
+):
+    """Raw logits and those given the task come from the heads alone; images are kept for a task."""
+    freed, forget = [], ByteCache.forget
+
+    def watched(self, kind):
+        before = self.room
+        forget(self, kind)
+        freed.append(self.room - before)
+
+    monkeypatch.setattr(ByteCache, "forget", watched)
     fields = config(cache, calibrators="ncm, gaussians", save_features=False)
     stopped(fields, tmp_path / "run", 16)
     assert (tmp_path / "run" / "features" / "train_previous_1.npy").exists()
@@ -67,6 +77,7 @@ def test_a_run_fits_what_it_is_told_to_and_keeps_no_features_unasked(whole, cach
     assert found["components"] == {}
     assert found["fdc_storage_bytes"] is None
     assert fdc_jax.open_run(tmp_path / "run").calibrators == ["gaussians", "ncm", "raw"]
+    assert freed == [60 * 3 * 32 * 32] * 2
 
 
 @pytest.mark.ci
@@ -111,9 +122,8 @@ def test_the_steps_of_every_task_are_taken_once(whole):
         assert min(timing[f"{name}_seconds"].values()) > 0
 
 
-def test_without_their_calibrators_tasks_are_learned_again(whole, cache, tmp_path, caplog):
-    stopped(config(cache), tmp_path / "run", 26)
-    shutil.rmtree(tmp_path / "run" / "calibrators")
+def test_without_their_calibrators_tasks_are_learned_again(whole, half, cache, tmp_path, caplog):
+    shutil.rmtree(small_runs.copied(half, tmp_path / "run") / "calibrators")
     run(config(cache), tmp_path / "run")
     assert "calibrators of its tasks are missing" in caplog.text
     same_outcome(whole, tmp_path / "run")
@@ -123,20 +133,6 @@ def test_a_loss_that_is_not_finite_names_task_and_learning_rate(cache, tmp_path)
     with pytest.raises(TrainingError, match=r"nan in task 1, epoch 1, step .*head_learn"):
         run(config(cache, train__head_learning_rate=1e38), tmp_path / "run")
     assert not (tmp_path / "run" / "results.json").exists()
-
-
-def test_images_are_kept_for_one_task(cache, tmp_path, monkeypatch):
-    freed, forget = [], ByteCache.forget
-
-    def watched(self, kind):
-        before = self.room
-        forget(self, kind)
-        freed.append(self.room - before)
-
-    monkeypatch.setattr(ByteCache, "forget", watched)
-    run(config(cache, train__epochs=1), tmp_path / "run")
-    assert freed == [60 * 3 * 32 * 32] * 2
-    assert [each["task"] for each in events(tmp_path / "run", "epoch")] == [0, 1]
 
 
 def test_what_is_kept_and_evaluated_on_the_way_has_no_effect(whole, cache, tmp_path):

@@ -120,21 +120,25 @@ def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_pat
     small_runs.same_outcome(whole, copy)
 
 
-# Commands on a folder, in a process that writes down every file it opens and every address.
+# Commands on a folder, in a process that writes down every file it opens and every address. Its
+# cache has the programs that other tests compiled, and its report has no figures.
 COMMANDS = """
-import sys
+import os, sys
 seen = []
 def look(event, arguments):
     if event in ("open", "os.listdir", "os.scandir", "os.mkdir") or event.startswith("socket."):
         seen.append(f"{event} {arguments}")
 sys.addaudithook(look)
-from fdc_jax import export, latency, predict, report
-from fdc_jax.report import __main__ as pages
-folder, own, stranger, image = sys.argv[1:]
+from fdc_jax import export, latency, predict
+from fdc_jax.machine.files import user_cache
+from fdc_jax.report import __main__ as pages, analysis, figures
+folder, own, stranger, image, compiled = sys.argv[1:]
+os.symlink(compiled, user_cache() / "compiled")
+figures.draw, analysis._OF_THE_FIRST = lambda groups: [], ()
 latency.measure_run.__defaults__ = ((1, 1, 1),)
 codes = [
     predict.main([folder, image, f"--output={own}/labels.csv"]),
-    pages.main([folder, f"--output={own}/report"]),
+    pages.main([folder, f"--output={own}/report", "--sweep=none"]),
     export.main([folder, f"{own}/out"]),
     latency.main([folder]),
 ]
@@ -159,7 +163,8 @@ def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path
         (images / "train" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(images / "train" / name / "0.png")
     shutil.copytree(images / "train", images / "test")
-    shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], stranger / "cache" / "compiled")
+    compiled = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    shutil.copytree(compiled, stranger / "cache" / "compiled")
     for name in ("config.json", "results.json"):
         saved = json.loads((folder / name).read_text())
         fields = saved["config"] if name == "results.json" else saved
@@ -174,7 +179,7 @@ def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path
     variables = {"FDC_JAX_CACHE": str(own / "cache")}
     environment = {name: value for name, value in os.environ.items() if "COMPILATION" not in name}
     printed = small_runs.python(
-        *("-c", COMMANDS, folder, own, stranger, image),
+        *("-c", COMMANDS, folder, own, stranger, image, compiled),
         env=environment | variables,
     )
     assert printed.splitlines()[-1] == "[0, 0, 0, 2]"  # The images of latency are to be named.
