@@ -27,6 +27,7 @@ SIZES = ("--tasks=2,3", "--images=330", "--classes=22", "--width=16", "--repeats
 def test_the_calibration_benchmark_writes_times_and_sizes(tmp_path, monkeypatch, capsys):
     output = tmp_path / "out" / "found.json"
     monkeypatch.setattr(measure, "in_a_process", lambda function, *rest: function(*rest))
+    monkeypatch.setattr(calibration, "BATCHES", (64,))
     monkeypatch.setattr(sys, "argv", ["", *SIZES, f"--output={output}"])
     assert measure.run(calibration.PROGRAM, calibration.main) == 0
     assert capsys.readouterr().out.count(": fit ") == 2

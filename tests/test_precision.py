@@ -14,13 +14,15 @@ from tests import small_runs
 from tests.learners import toy
 
 
-def test_a_program_in_64_bit_mode_gets_the_same_numbers(whole, cache, tmp_path):
+def test_a_program_in_64_bit_mode_gets_the_same_numbers(whole, half, cache, tmp_path):
+    """Also of a run that began in 32 bits."""
+
     def answers(folder):
         run = fdc_jax.open_run(folder)
         return run.predict(run.test_images(np.arange(8)))
 
     with jax.enable_x64(True):
-        small_runs.run(small_runs.config(cache), tmp_path / "run")
+        small_runs.run(small_runs.config(cache), small_runs.copied(half, tmp_path / "run"))
         found = answers(tmp_path / "run")
         export.write(tmp_path / "run", tmp_path / "out")
         exported = fdc_jax.open_run(tmp_path / "out")

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import fdc_jax
-from fdc_jax import export, predict
+from fdc_jax import predict
 from fdc_jax.calibration import Gaussians
 from fdc_jax.data import folder
 from fdc_jax.data.images import decode
@@ -135,12 +135,6 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
     assert len(shown.all("img")) == 3 and not shown.all("table")
     assert "Raw logits: the answer without calibration." in page.read_text()
     assert "unlike anything learned" not in page.read_text()
-
-
-def test_an_exported_run_answers_alike(whole, opened, files, said, tmp_path):
-    export.write(whole, tmp_path / "out")
-    found = fdc_jax.open_run(tmp_path / "out").predict(files, top=10)
-    pd.testing.assert_frame_equal(found, said)
 
 
 # From anywhere -----------------------------------------------------------------------------------

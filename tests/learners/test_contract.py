@@ -217,7 +217,7 @@ def test_gaussians_of_classes_come_from_plain_images(backbone, name):
 
 
 @pytest.mark.parametrize("known", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", fast_and_slow("cumulative_lora", "rsiat"))
+@pytest.mark.parametrize("name", fast_and_slow("cumulative_lora"))
 def test_tasks_that_nobody_knew_of_change_nothing_before_them(backbone, name, known):
     """Bit for bit, in more slots for tasks; of longer heads processors round otherwise.
 
@@ -455,7 +455,7 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, each):
 IN_PORTIONS = [each for each in NAMES if each not in ("rsiat", "lora_subtraction")]
 
 
-@pytest.mark.parametrize("name", fast_and_slow("ewc_lora", "loda", names=IN_PORTIONS))
+@pytest.mark.parametrize("name", fast_and_slow("ewc_lora", names=IN_PORTIONS))
 def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
     """A full portion, one partly of padding and one of nothing else."""
     run, sizes = toy.trajectory(name), []

@@ -129,8 +129,13 @@ def test_the_page_on_learners_has_their_methods_and_a_loss_that_works(backbone):
     frozen, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
     batch = toy.make_batch(seed=1)
     increment = increment_in_training(frozen, trained)
-    features = learner.features(backbone, batch, frozen["kernels"], increment)
+
+    @jax.jit
+    def values(backbone, frozen, trained, increment):
+        features = learner.features(backbone, batch, frozen["kernels"], increment)
+        plain = Learner.loss(learner, backbone, frozen, trained, batch)
+        return features, plain, learner.loss(backbone, frozen, trained, batch)
+
+    features, plain, loss = values(backbone, frozen, trained, increment)
     penalty = 1e-4 * np.mean(np.sum(np.square(features, dtype=np.float64), axis=1))
-    plain = Learner.loss(learner, backbone, frozen, trained, batch)
-    loss = learner.loss(backbone, frozen, trained, batch)
     assert loss - plain == pytest.approx(penalty, rel=1e-3)

@@ -10,6 +10,7 @@ import scipy.linalg
 
 from fdc_jax.learners import loda
 from fdc_jax.learners.second_moments import attention_input_moments
+from fdc_jax.model import operations
 from tests.learners import rsiat_reference, toy
 
 
@@ -116,11 +117,16 @@ def test_what_training_moves(run):
             assert np.all(isolated == 0) if task == 0 else np.all(isolated > 1e-3)
 
 
-def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone):
+def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone, monkeypatch):
+    """From portions of two images."""
+    sizes = toy.encoded(monkeypatch)
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
     step, batch = run.steps[2], toy.make_batch(5, size=6, padding=2)
     kernels = merged(run.learner.encoder(backbone, step.before, 2), step)
     features = toy.reference_features(batch.images[:4], kernels)
     rows = toy.float64(step.trained["head"])[:2]
-    value = jax.jit(partial(run.learner.loss, backbone))(step.frozen, step.trained, batch)
+    loss = jax.jit(partial(run.learner.value_and_gradients, backbone))
+    value, _ = loss(step.frozen, step.trained, batch)
+    assert set(sizes) == {2}
     expected = rsiat_reference.cosface(features, rows, batch.labels[:4], 20.0, 0.15)
     np.testing.assert_allclose(value, expected, rtol=2e-4)

@@ -157,15 +157,16 @@ def test_attention_in_bfloat16_has_values_and_gradients_of_float32(queries):
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
     gradient = jnp.asarray(rng.normal(size=shapes[0]), jnp.bfloat16)
 
-    def attend(precision, *each):
+    @partial(jax.jit, static_argnums=0)
+    def attend(precision, gradient, *each):
         arithmetic = operations.Arithmetic(each[0].dtype, precision, "xla")
-        return operations.attend(*each, arithmetic)
+        value, pull = jax.vjp(lambda *own: operations.attend(*own, arithmetic), *each)
+        return value, *pull(gradient)
 
-    found, pull = jax.vjp(partial(attend, jax.lax.Precision.DEFAULT), *arrays)
-    wide = [array.astype(jnp.float32) for array in arrays]
-    plain, plain_pull = jax.vjp(partial(attend, jax.lax.Precision.HIGHEST), *wide)
-    expected = (plain, *plain_pull(gradient.astype(jnp.float32)))
-    for one, other in zip((found, *pull(gradient)), expected, strict=True):
+    found = attend(jax.lax.Precision.DEFAULT, gradient, *arrays)
+    wide = [array.astype(jnp.float32) for array in (gradient, *arrays)]
+    expected = attend(jax.lax.Precision.HIGHEST, *wide)
+    for one, other in zip(found, expected, strict=True):
         assert one.dtype == jnp.bfloat16
         one, other = np.asarray(one, np.float32), np.asarray(other)
         assert np.linalg.norm(one - other) <= 2**-7 * np.linalg.norm(other)

@@ -90,18 +90,19 @@ def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
 
 
 def test_features_and_code_that_stay_are_not_fitted_again(tmp_path, monkeypatch):
-    analysed(tmp_path, feature_set(), seeds=(1,))
+    sweep = {"attenuation": [0.25]}
+    analysed(tmp_path, feature_set(), sweep, seeds=(1,))
     (group,) = runs.load([tmp_path])[0]
     monkeypatch.setattr(analysis, "FDC", None)
-    runs.analyse(group)
+    runs.analyse(group, sweep)
     assert group.missing == [] and group.values("attenuation=0.25")
     write_features(tmp_path / "seed_1" / "features", feature_set())
     with pytest.raises(TypeError):
-        runs.analyse(group)
+        runs.analyse(group, sweep)
 
 
 def test_what_a_run_does_not_allow_is_missing_with_the_reason(tmp_path):
-    group = analysed(tmp_path / "a", feature_set(tasks=1), seeds=(1,))
+    group = analysed(tmp_path / "a", feature_set(tasks=1), {}, seeds=(1,))
     assert group.missing == ["no similarity: a single task"]
     group = analysed(tmp_path / "b", None)
     (reason,) = group.missing

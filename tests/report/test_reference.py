@@ -68,7 +68,7 @@ def group_of(values):
     return group
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=5))
 def test_common_seeds_are_paired(values):
     group = group_of({seed: own for seed, (own, _) in enumerate(values)} | {77: 0.0})

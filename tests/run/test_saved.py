@@ -30,10 +30,13 @@ def test_a_finished_run_is_opened_without_a_change(whole, cache):
     for name, t in (("test_adapted", 2), ("test_pretrained", 0)):
         expected = np.load(whole / "features" / f"{name}.npy")[rows]
         np.testing.assert_allclose(run.features(images, t), expected, atol=1e-5)
-    train = np.load(whole / "features" / "train_adapted_0.npy")
+    # Both are by E_1: of the first task after it, of the second one before it.
     tasks = run.tasks
-    first = evaluation_images(tasks.train, tasks.train_indices[0][:4], 32)
-    np.testing.assert_allclose(run.features(first, 1), train[:4], atol=1e-5)
+    for task, name in enumerate(("train_adapted_0", "train_previous_1")):
+        images = evaluation_images(tasks.train, tasks.train_indices[task][:4], 32)
+        saved = np.load(whole / "features" / f"{name}.npy")
+        np.testing.assert_allclose(run.features(images, 1), saved[:4], atol=1e-5)
+    assert not (whole / "features" / "train_previous_0.npy").exists()
     adapted, pretrained = (
         np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained")
     )
@@ -150,7 +153,10 @@ print(codes)
 """
 
 
-@pytest.mark.parametrize(("kind", "benchmark"), [("run", "photos"), ("export", "cifar100")])
+@pytest.mark.parametrize(
+    ("kind", "benchmark"),
+    [("run", "photos"), pytest.param("export", "cifar100", marks=pytest.mark.slow)],
+)
 def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path, kind, benchmark):
     """No cache, images or weights that it names are read, and nothing is downloaded."""
     folder, own, stranger = (tmp_path / name for name in ("run", "own", "stranger"))
