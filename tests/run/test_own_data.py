@@ -226,7 +226,7 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     kept = []
     for names in (NEW, OLD):
         add(source, *names)
-        stopped(pairs, workdir, 1)
+        stopped(pairs, workdir, 2)
         kept.append(json.loads((workdir / "config.json").read_text()))
     assert [each["classes of planned tasks"] for each in kept] == [[2, 1], [2, 1, 2, 2]]
     assert [list(each["known classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
@@ -272,13 +272,13 @@ def test_who_plans_ahead_says_so(cache, tmp_path, caplog):
     source = tmp_path / "trees"
     add(source, *OLD)
     few = config(source, cache, classes_per_task=SIZES[:2], learner__name="inflora")
-    stopped(few, tmp_path / "run", 1)
+    stopped(few, tmp_path / "run", 2)
     add(source, *NEW)
     more = config(source, cache, learner__name="inflora")
-    stopped(more, tmp_path / "run", 1)
+    stopped(more, tmp_path / "run", 2)
     assert f"planned for 2 tasks and is now planned for 3; {InfLoRA.task_count}:" in caplog.text
     caplog.clear()
-    stopped(more, tmp_path / "run", 1)
+    stopped(more, tmp_path / "run", 2)
     assert "planned" not in caplog.text
 
 
