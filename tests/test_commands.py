@@ -255,7 +255,10 @@ def test_what_is_no_name(monkeypatch, capsys):
     assert "found 'posthic'; did you mean posthoc?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [("run", "--config=digits"), ("posthoc", "example")])
+@pytest.mark.parametrize(
+    "words",
+    [("posthoc", "example"), pytest.param(("run", "--config=digits"), marks=pytest.mark.slow)],
+)
 def test_a_device_that_is_not_there_is_one_line(words, tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(

@@ -28,7 +28,6 @@ def apart(tasks, spreads=100.0):
 # Stream, settings of the calibrator, kind of heads, and whether these are rewritten later.
 CASES = {
     "n < d": (streams.stream(3, 4, width=128, pretrained_width=96), {}),
-    "20 spreads from the origin": (streams.stream(3, 5, offset=20.0), {}),
     "K = 3, other weights": (
         streams.stream(8, 3, **SEVERAL),
         {"neighbours": 3, "rlc_weight": 0.7, "pac_weight": 1.3} | WEIGHTS,

@@ -203,8 +203,7 @@ def test_a_file_of_flags_may_name_another(tmp_path):
 
 
 def test_several_seeds(tmp_path, cache, capsys):
-    fields = dict(data__train_per_class=6, train__epochs=1)
-    config, workdir = small_runs.config(cache, seed=(1, 2), **fields), tmp_path / "run"
+    config, workdir = small_runs.config(cache, seed=(1, 2), train__epochs=1), tmp_path / "run"
     found = seeds.run(config, str(workdir))
     command.show(config, str(workdir))
     assert found == [results(tmp_path / "run" / f"seed_{seed}") for seed in (1, 2)]
@@ -213,5 +212,5 @@ def test_several_seeds(tmp_path, cache, capsys):
     assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in output
     assert "seed 2, after task 2/2" in errors
     # A seed alone is what it is among others.
-    small_runs.run(small_runs.config(cache, seed=(2,), **fields), tmp_path / "two")
+    small_runs.run(small_runs.config(cache, seed=(2,), train__epochs=1), tmp_path / "two")
     small_runs.same_outcome(tmp_path / "two", tmp_path / "run" / "seed_2")
