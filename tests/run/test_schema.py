@@ -15,8 +15,9 @@ RESULTS = {
 WRONG = {
     "curve: expected tasks below 1": {"num_tasks": 1},
     "curve: expected tasks below 2": {"curve": POINTS[::-1]},
-    "accuracy: expected raw": {"accuracy": {"fdc": 1.0}},
-    "accuracy: expected raw among": {"curve": [POINTS[0], {"task": 1, "accuracy": {"fdc": 1.0}}]},
+    "accuracy: expected raw": {"accuracy": {}},
+    "accuracy: expected raw among": {"accuracy": {"fdc": 1.0, "oracle": 2.0}},
+    "accuracy: expected raw among the": {"curve": [POINTS[0], {"task": 1, "accuracy": {}}]},
     "components: expected raw": {"components": {"raw": 1.0, "full": 2.0}},
     "class_names: expected 2, found 1": {"class_names": ["x"]},
     "<= 100.001 - at `\\$.accuracy": {"accuracy": {"raw": 100.01}},
