@@ -95,8 +95,8 @@ def title(name: str) -> str:
 
 
 def selected(name: str) -> str:
-    """Returns the components that the paper enables for a learner, a key of `components`."""
-    return _imported(name).selected
+    """Returns the components that the paper enables for a learner, a key of `components`, or ""."""
+    return _imported(name).selected if name in names(trained=True) else ""
 
 
 def section(name: str) -> str:

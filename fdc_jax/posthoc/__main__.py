@@ -16,7 +16,7 @@ from tabulate import tabulate
 from fdc_jax import calibration
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.calibration.gaussians import WITHOUT
-from fdc_jax.errors import InputError, Program, counted, did_you_mean
+from fdc_jax.errors import InputError, Program, counted, did_you_mean, escaped
 from fdc_jax.features import feature_files
 from fdc_jax.machine import devices
 from fdc_jax.machine.files import (
@@ -55,6 +55,7 @@ def _program() -> Program:
     add("features", nargs="+", help=text)
     text = "a folder for a report with tables and figures; or, of one file, an .npz for the "
     add("--output", help=text + "predictions, whose report gets the suffix .json")
+    add("--name", default="Own features", help="the learner in reports (default Own features)")
     text = f"some of {', '.join(METHODS)}, or all (default {FDC.name})"
     add("--method", metavar="NAME[,NAME]", default=FDC.name, help=text)
     add("--components", action="store_true", help="also print FDC with some components alone")
@@ -132,10 +133,7 @@ def _settings(
 def _outcomes(
     file: Path, names: Sequence[str], settings: Mapping[str, Any]
 ) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
-    """Returns the features of a file, outcomes by method, and reasons why others do not apply.
-
-    The heads' own answers, `raw`, come first.
-    """
+    """Returns a file's features, outcomes by method, and reasons why others do not apply."""
     features, outcomes, refused = feature_files.load(file), {}, {}
     for name in dict.fromkeys(("raw", *names)):
         needed = [name] == names or (name == "raw" and features.tasks[0].head is not None)
@@ -159,14 +157,17 @@ def _report(
     sweep: Mapping[str, list[Any]],
 ) -> None:
     """Writes a report about files as seeds, and prints its tables."""
-    from fdc_jax import report
+    from fdc_jax import learners, report
     from fdc_jax.posthoc import seeds  # which imports the rooms of runs and of reports
 
+    learner = options.name.strip()
+    if not learner or learner != escaped(learner) or learner in learners.names():
+        raise InputError(f"--name: expected a name of your own, found {escaped(options.name)!r}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) if options.output is None else named_path("--output", options.output)
         check_writable_folder("--output", folder)
         folders = [folder / f"seed_{seed}" for seed in range(1, len(files) + 1)]
-        name, sizes = "+".join(dict.fromkeys(file.stem for file in files)), ""
+        benchmark, sizes = "+".join(dict.fromkeys(file.stem for file in files)), ""
         for seed, file in enumerate(files, 1):
             features, outcomes, refused = _outcomes(file, names, settings)
             sizes = sizes or _sizes(features)
@@ -174,7 +175,7 @@ def _report(
                 raise InputError(f"{file}: expected {sizes} as in {files[0]}, found {own}")
             for method, reason in refused.items():
                 _LOGGER.warning(f"{method}: not applicable: {reason}")
-            seeds.write_run(folders[seed - 1], name, seed, file, features, outcomes)
+            seeds.write_run(folders[seed - 1], learner, benchmark, seed, file, features, outcomes)
         if not options.quiet:
             tables = [*["ablation"] * options.components, *["sweeps"] * bool(sweep)]
             seeds.show(folders, sweep, tables)

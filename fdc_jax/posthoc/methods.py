@@ -56,12 +56,11 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
     labels, compared = features.test_labels, scores if "raw" in scores else {}
     raw: Any = scores["raw"].label if compared else None
     calibrators = {name: outcome.calibrator for name, outcome in outcomes.items()}
-    changed = {name: int(np.sum(raw != of.label)) for name, of in compared.items()}
     sizes: dict[str, Any] = {
         "num_tasks": len(features.tasks),
         "num_classes": sum(len(task.classes) for task in features.tasks),
         "num_test_images": len(features.test_adapted),
-        "num_changed_labels": changed,
+        "num_changed_labels": {name: int(np.sum(raw != of.label)) for name, of in compared.items()},
         "storage_bytes": {name: own.storage_bytes for name, own in calibrators.items()},
         "notes": {name: own.note for name, own in calibrators.items() if own.note},
         "timing": {

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from tabulate import tabulate
 
 from fdc_jax import evaluation
 from fdc_jax.calibration import FDC
@@ -18,16 +17,18 @@ from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine.files import read_folder, read_json, read_npz, write_json, write_npz
 from fdc_jax.posthoc import methods
 from fdc_jax.report import console, runs, tables
+from fdc_jax.run.schema import PLANNED
 
-# The learner in reports; files name none.
-LEARNER = "saved_features"
+# The feature file in `config.json`, which runs of other programs have not.
+SOURCE = "feature file"
 # Quantities of a point of the curve, which has the last task alone.
 POINT = ("accuracy", "routing_accuracy", "components", "task_accuracy")
 
 
 def write_run(
     folder: Path,
-    name: str,
+    learner: str,
+    benchmark: str,
     seed: int,
     source: Path,
     features: FeatureSet,
@@ -37,7 +38,8 @@ def write_run(
 
     Args:
         folder: work directory; an earlier one of this command is replaced.
-        name: benchmark in the report; the same for all seeds.
+        learner: its name in the report.
+        benchmark: its name in the report; the same for all seeds.
         seed: number of the file, from 1.
         source: the file; arrays of a folder are linked.
         features: its content.
@@ -51,11 +53,9 @@ def write_run(
     stored = folder / "features"
     if folder.exists():
         config = folder / "config.json"
-        if not config.exists() or read_json(config).get("learner.name") != LEARNER:
+        if not config.exists() or SOURCE not in read_json(config):
             raise InputError(f"--output: {folder} exists, and is not of an earlier fdc posthoc")
-        if stored.is_symlink():
-            stored.unlink()
-        elif stored.exists():
+        if stored.exists():
             shutil.rmtree(stored)
     folder.mkdir(parents=True, exist_ok=True)
     results = methods.results(features, outcomes)
@@ -69,10 +69,10 @@ def write_run(
     }
     fdc: Any = outcomes[FDC.name].calibrator if FDC.name in outcomes else None
     settings = {f"fdc.{name}": value for name, value in vars(fdc.settings).items()} if fdc else {}
-    fields = {"benchmark": name, "learner.name": LEARNER, **settings}
-    beside = {"weights sha256": "0" * 64, "classes of planned tasks": sizes}
+    fields = {"benchmark": benchmark, "learner.name": learner, **settings}
+    beside = {"weights sha256": "0" * 64, PLANNED: sizes, SOURCE: source.name}
     results |= {
-        **{"benchmark": name, "learner": LEARNER, "seed": seed, "config": fields},
+        **{"benchmark": benchmark, "learner": learner, "seed": seed, "config": fields},
         "class_names": [str(label) for label in order],
         "curve": [{"task": len(sizes) - 1} | {name: results[name] for name in POINT}],
         "fdc_storage_bytes": results["storage_bytes"].get(FDC.name),
@@ -88,9 +88,8 @@ def write_run(
         stored.mkdir()
         for name in arrays.keys() - renumbered.keys():
             (stored / f"{name}.npy").symlink_to((source / f"{name}.npy").resolve())
-        feature_files.write(stored, renumbered)
-    else:
-        feature_files.write(stored, arrays | renumbered)
+        arrays = {}
+    feature_files.write(stored, arrays | renumbered)
     positions = _positions(order, features.test_labels)
     columns = evaluation.predictions(scores, positions, features.test_tasks)
     write_npz(folder / "predictions.npz", columns)
@@ -114,6 +113,4 @@ def show(folders: Sequence[Path], sweep: Mapping[str, list[Any]], names: Sequenc
     print(*group.missing, sep="\n", end="\n" * bool(group.missing))
     for table in tables.build([group]):
         if table.name in names:
-            frame = table.frame.fillna("")
-            rows = frame.set_axis(frame.index.get_level_values(1))
-            print(f"\n{table.title}\n{tabulate(rows, disable_numparse=True)}")
+            print(f"\n{table.to_text()}", end="")

@@ -23,7 +23,7 @@ def parser() -> Program:
     sweeps = "refit FDC of every learner on the saved features over values of a setting, the "
     sweeps += "paper's by default, or all: of all settings; repeatable; none: of no learner"
     add("--sweep", action="append", default=[], metavar="SETTING[:VALUE,...]", help=sweeps)
-    lines = "numbers to line up with these runs (fdc_jax/report/reference.py); repeatable"
+    lines = "numbers to line up with these runs (docs/report.md has the columns); repeatable"
     add("--reference", action="append", default=[], metavar="CSV", help=lines)
     add("--data", metavar="FOLDER", help="the images of the runs, for pictures; digits need none")
     return program

@@ -57,8 +57,7 @@ class Classes(NamedTuple):
 
 def load(group: Group) -> Classes | None:
     """Counts a group's predictions by class; returns None if they were not kept."""
-    own = [name for name in (group.best, FDC.name, "raw") if name in group.methods]
-    methods = [*dict.fromkeys(own)]
+    methods = [*dict.fromkeys(n for n in (group.best, FDC.name, "raw") if n in group.methods)]
     columns = ["label", "task", *(f"{name}_label" for name in methods)]
     seeds = [pd.DataFrame(predictions(run)) for run in group.runs]
     if not all({*columns} <= {*seed} for seed in seeds):

@@ -50,7 +50,7 @@ def render(
         "page",
         sections=sections,
         folded=not any(group.benchmark in paper.benchmarks() for group in groups),
-        reading=tables.READING,
+        reading=tables.READING if any("numbers" in t.frame.index.names for t in compared) else "",
         gaussians=any("gaussians" in group.methods for group in groups),
         skipped=skipped,
         # The calibrators of a single group stand in its section.

@@ -1,9 +1,7 @@
 """Tables of our numbers beside those of a CSV file, such as the results of another code.
 
-The file has a header and the columns of `Line` in any order. `benchmark` and `learner` are names of
-the configuration, and `quantity` is one of `fdc_jax.report.quantities`, such as raw, fdc, oracle
-(the task given), tsf+rlc, selected, gain:fdc, routing:fdc, aia:raw. Values with seeds are paired
-with our runs of the same seeds.
+The file has a header and the columns of `Line` in any order (docs/report.md). Values with seeds are
+paired with our runs of the same seeds.
 """
 
 import csv
@@ -17,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from fdc_jax import evaluation
-from fdc_jax.errors import InputError, escaped
+from fdc_jax.errors import InputError, did_you_mean, escaped
 from fdc_jax.machine.files import open_regular
 from fdc_jax.report import quantities, tables
 from fdc_jax.report.paper import Published
@@ -45,6 +43,9 @@ def read(path: str | Path) -> list[Line]:
     try:
         with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, restkey="more cells than columns", skipinitialspace=True)
+            for name in map(str.strip, rows.fieldnames or ()):
+                if name not in Line.__struct_fields__:
+                    raise ValueError(did_you_mean("header", name, Line.__struct_fields__))
             for row in rows:
                 number = rows.line_num
                 cells = {name.strip(): str(cell or "").strip() for name, cell in row.items()}
@@ -61,7 +62,7 @@ def read(path: str | Path) -> list[Line]:
     except OSError as error:
         raise InputError(f"{path}: unreadable ({error})") from error
     except (ValueError, csv.Error) as error:
-        reason = escaped(f"{error}, found {cells}")
+        reason = escaped(f"{error}, found {cells}" if cells else str(error))
         raise InputError(f"{path}: line {number}: {reason}") from error
     return [*lines.values()]
 

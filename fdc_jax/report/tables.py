@@ -35,20 +35,15 @@ class Table(NamedTuple):
     numbers: pd.DataFrame | None = None  # rows of `Group.record`
     best: frozenset[tuple[int, int]] = frozenset()  # row and column of cells in bold
 
-    @property
-    def shown(self) -> pd.DataFrame:
-        """The frame with a dash in every gap."""
-        return self.frame.astype(object).where(self.frame.notna(), "–")
-
     def rows(self) -> Iterable[tuple[list[str], list[tuple[str, bool]]]]:
         """Yields labels and cells by row; labels of the row above are empty.
 
-        A cell is its text, and True if it is the best.
+        A cell is its text, a dash in a gap, and True if it is the best.
         """
         labels = self.frame.index.to_frame(index=False).astype(str)
         same = labels.eq(labels.shift()).astype(int).cummin(axis=1).astype(bool)
         same.isetitem(-1, False)
-        cells = self.shown.astype(str).to_numpy().tolist()
+        cells = self.frame.astype(str).where(self.frame.notna(), "–").to_numpy().tolist()
         for row, names in enumerate(labels.mask(same, "").to_numpy().tolist()):
             yield names, [(text, (row, i) in self.best) for i, text in enumerate(cells[row])]
 
@@ -70,7 +65,8 @@ class Table(NamedTuple):
             column_format="l" * self.frame.index.nlevels + "r" * self.frame.shape[1],
         )
         text = text.replace(r"\begin{table}", "\\begin{table}\n\\centering\\small", 1)
-        return f"% {self.note} {READING}\n{text}"
+        reading = f" {READING}" * ("numbers" in self.frame.index.names)
+        return f"% {self.note}{reading}\n{text}"
 
     def to_text(self) -> str:
         """Returns title, scope and cells as plain text."""
@@ -78,7 +74,7 @@ class Table(NamedTuple):
         names = [*self.frame.index.names, *self.frame.columns]
         align = ["left"] * self.frame.index.nlevels + ["right"] * self.frame.shape[1]
         text = tabulate(rows, names, disable_numparse=True, colalign=align)
-        return "\n".join(filter(None, (self.title, self.scope, "", text, "")))
+        return "\n".join([*filter(None, (self.title, self.scope)), "", text, ""])
 
     def write(self, folder: Path) -> None:
         """Writes `<name>.csv`, `.tex` and `.txt` into a folder."""
@@ -89,6 +85,7 @@ class Table(NamedTuple):
 
 
 _SIGNS = {"±": r"$\pm$", "–": "--", "γ": r"$\gamma$", "η": r"$\eta$", "ρ": r"$\rho$"}
+_SIGNS |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
 def _latex(cell: Any) -> str:
@@ -124,20 +121,26 @@ def _table(
     numbers: Sequence[Row] = (),
     columns: Sequence[str] | None = None,
 ) -> Table:
-    """Returns a table of `tables.json`, with columns given here, there or by the rows."""
-    text = _TEXTS[name]
-    made = frame(rows, text["labels"], columns or text.get("columns"))
-    return Table(name, text["title"], made, text["note"], scope, pd.DataFrame(numbers))
+    """Returns a table of `tables.json` without empty rows and columns.
+
+    Its columns are those given here, there or by the rows.
+    """
+    text, kept = _TEXTS[name], pd.DataFrame(numbers)
+    index = pd.MultiIndex.from_tuples(rows, names=text["labels"]) if rows else None
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    columns = [*(columns or text.get("columns") or names)]
+    frame = pd.DataFrame([*rows.values()], index, columns, dtype=object)
+    frame = frame.dropna(how="all").dropna(how="all", axis=1)
+    if "numbers" in frame.index.names and {*frame.index.get_level_values("numbers")} == {"ours"}:
+        frame = frame.droplevel("numbers")  # Nothing is compared.
+    return Table(name, text["title"], frame, _note(name, frame, kept), scope, kept)
 
 
-def frame(
-    rows: Mapping[tuple[str, ...], Row], labels: Sequence[str], columns: Sequence[str] | None = None
-) -> pd.DataFrame:
-    """Returns a frame of rows by their labels, without empty rows and columns."""
-    index = pd.MultiIndex.from_tuples(rows, names=labels) if rows else None
-    columns = [*(columns or dict.fromkeys(name for row in rows.values() for name in row))]
-    made = pd.DataFrame([*rows.values()], index, columns, dtype=object)
-    return made.dropna(how="all").dropna(how="all", axis=1)
+def _note(name: str, frame: pd.DataFrame, numbers: pd.DataFrame) -> str:
+    """Returns the sentences of a note whose row, column or calibrator occurs in the table."""
+    calibrators = numbers["calibrator"] if len(numbers) else ()
+    occurring = {"", *frame.columns, *frame.index.get_level_values(-1), *calibrators}
+    return " ".join(text for key, text in _TEXTS[name]["note"].items() if key in occurring)
 
 
 def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
@@ -158,7 +161,7 @@ def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
 def _shown(group: Group) -> list[str]:
     """Returns the names of own and untrained calibrators, `selected` and `oracle`."""
     names = [*dict.fromkeys([*group.methods, *analysis.UNTRAINED, "oracle"])]
-    if learners.selected(group.learner) != "full" and FDC.name in names:
+    if learners.selected(group.learner) not in ("full", "") and FDC.name in names:
         names.insert(names.index(FDC.name) + 1, "selected")
     return [*filter(group.values, names)]
 
@@ -174,7 +177,8 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
             records = {kind: _record(group, f"{kind}{name}") for kind in kinds}
             numbers += records.values()
             gain = {} if name in ("raw", "oracle") else records.get("gain:", {})
-            storage = np.array(group.values(f"storage:{name}") or math.nan) / 2**20
+            nothing = 0.0 if name == "raw" else math.nan
+            storage = np.array(group.values(f"storage:{name}") or nothing) / 2**20
             rows[*titles, names[group.title], formatting.method_title(name)] = {
                 "accuracy": formatting.mean(records[""]),
                 "95 % interval": formatting.interval(records[""], signed=False),
@@ -207,7 +211,7 @@ def of_tasks(group: Group) -> Table:
     columns = {formatting.method_title(name): _by_task(group, name) for name in names}
     shown = pd.DataFrame(columns).rename_axis("task").dropna(how="all", axis=1)
     shown = shown.map(lambda value: number(value, 1))
-    return Table("tasks", _TEXTS["tasks"]["title"], shown, _TEXTS["tasks"]["note"])
+    return Table("tasks", _TEXTS["tasks"]["title"], shown, _note("tasks", shown, pd.DataFrame()))
 
 
 def _by_task(group: Group, method: str) -> pd.Series:
@@ -233,18 +237,19 @@ def _by_task(group: Group, method: str) -> pd.Series:
 
 def _lines(table: str, own: Sequence[Group]) -> dict[str, str]:
     """Returns the quantities of a table for a learner, by their labels."""
-    learner, titles = own[0].learner, paper.COMPONENT_TITLES
+    chosen, titles = learners.selected(own[0].learner), paper.COMPONENT_TITLES
     if table == "ablation":
         return {titles[key]: key if key == "raw" else f"gain:{key}" for key in titles}
     if table == "plugin":
-        return {titles[key]: f"gain:{key}" for key in (learners.selected(learner), "full")}
+        return {titles[key]: f"gain:{key}" for key in (chosen, "full") if chosen}
     if table == "sweeps":
         names = {name for group in own for name in group.numbers if "=" in name}
         pairs = [name.split("=") for name in names]
         order = sorted((quantities.SWEPT.index(s), float(v), s) for s, v in pairs)
         label = _TEXTS[table]["settings"]
         return {f"{label[s]} = {v:g}": f"{s}={v:g}" for _, v, s in order}
-    return _TEXTS[table]["lines"]
+    lines = _TEXTS[table]["lines"].items()
+    return {label: name if chosen else name.replace("selected", FDC.name) for label, name in lines}
 
 
 def beside(
@@ -314,7 +319,8 @@ def _cells(record: Row, ours: str, other: str) -> dict[str, str]:
 
 def _best(made: pd.DataFrame) -> frozenset[tuple[int, int]]:
     """Returns row and column of the largest mean of ours by column."""
-    own = np.array([str(label[-1]).startswith("ours") for label in made.index])
+    compared = made.index.names[-1] == "numbers"
+    own = np.array([not compared or str(label[-1]).startswith("ours") for label in made.index])
     means = made.map(lambda cell: float(cell.split()[0]) if isinstance(cell, str) else math.nan)
     cells = np.argwhere((means.eq(means[own].max()) & own[:, None]).to_numpy())
     return frozenset((int(row), int(column)) for row, column in cells)

@@ -192,6 +192,8 @@ def test_without_test_labels(tmp_path, arrays):
         ("source.npz --method=ranpac --projections=0", "--projections: expected at least 1"),
         ("bad.npz --output=x.npz", "bad.npz: test_adapted: row 0 is not finite"),
         # No file overwrites another.
+        ("source.npz --name=slca --output=o", "--name: expected a name of your own, found 'slca'"),
+        ("source.npz --name= --output=o", "found ''"),
         (
             "source.npz --output=o.npz --calibrator=o.npz",
             "--calibrator: o.npz is the file of --out",
@@ -379,6 +381,7 @@ def test_files_are_seeds_of_one_report(source, arrays, tmp_path, no_figures):
         np.save(other / f"{name}.npy", array + noise if "adapted" in name else array)
     output, methods = tmp_path / "report", "--method=fdc,gaussians"
     arguments = [source, other, methods, "--components", "--attenuation=0.3,0.5"]
+    arguments.append("--name=My ~learner")
     code, out, error = run(*arguments, f"--output={output}")
     assert code == 0 and "Traceback" not in error
     accuracies = []
@@ -397,7 +400,22 @@ def test_files_are_seeds_of_one_report(source, arrays, tmp_path, no_figures):
     assert "TSF + Dual PAC" in out and "attenuation γ = 0.3" in out
     for name in ("calibrators", "ablation", "sweeps"):
         assert {(output / "tables" / f"{name}.{end}").exists() for end in ("csv", "tex")} == {True}
-    assert "Class Gaussians" in (output / "report.html").read_text(encoding="utf-8")
+    page = (output / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"<title>My ~learner with .* on features\+other</title>", page)
+    tables = {file.name: file.read_text(encoding="utf-8") for file in output.glob("tables/*.*")}
+    for name in ("ablation.csv", "ablation.txt", "benchmark.tex"):
+        found = "My \\textasciitilde{}learner" if name.endswith("tex") else "My ~learner"
+        assert found in tables[name]
+    # The paper selects nothing for this learner, and nothing is compared.
+    for name, text in ({"page": page} | tables).items():
+        assert text.endswith("\n") and "saved_features" not in text
+        assert not re.search(r"paper selects|paper's choice|selected|\bours\b|>numbers<", text), (
+            name
+        )
+    results = [json.loads(file.read_text()) for file in sorted(output.glob("seed_*/results.json"))]
+    fdc = [of_seed["accuracy"]["fdc"] for of_seed in results]
+    benchmark = f"+ FDC     {np.mean(fdc):.2f} ± {np.std(fdc, ddof=1):.2f}"
+    assert benchmark in re.sub(r" {3,}", "     ", tables["benchmark.txt"])
     # Once more into the folder; and without a file, the same table.
     again = run(*arguments[:2], "--method=raw", f"--output={output}", "--quiet")
     assert again == (0, "", "")

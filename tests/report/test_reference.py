@@ -1,5 +1,8 @@
 """Reference files: what is refused, and what is compared how."""
 
+import re
+from pathlib import Path
+
 import hypothesis.strategies as st
 import msgspec
 import numpy as np
@@ -56,6 +59,28 @@ def test_a_bad_row_gets_one_line_that_names_file_line_and_column(tmp_path, line,
     assert "\n" not in str(error.value)
 
 
+def test_a_column_that_is_not_known_is_named_with_those_that_are(tmp_path):
+    with pytest.raises(InputError) as error:
+        read(
+            tmp_path,
+            "cifar100,loda,raw,1,fdc",
+            header="benchmark,learner,quantity,value,calibrator",
+        )
+    known = "benchmark, learner, quantity, value, seed, std, n, source"
+    assert str(error.value) == (
+        f"{tmp_path / 'r.csv'}: line 1: header: expected one of {known}, found 'calibrator'"
+    )
+
+
+def test_the_page_documents_the_columns():
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    table = page.partition("| column | content |")[2].partition("\n\n")[0]
+    named = [
+        name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    ]
+    assert sorted(named) == sorted(reference.Line.__struct_fields__)
+
+
 # Comparing ----------------------------------------------------------------------------------------
 
 NUMBERS = st.floats(0, 100)
@@ -107,7 +132,7 @@ def test_both_sides_are_shown_as_they_are_paired(tmp_path):
     table = reference.table("other code.csv", read(tmp_path, *lines), groups)
     assert table.name == "reference_other_code" and "other code.csv (mine; another" in table.note
     low, high = stats.t.interval(0.95, 1, -1.5, stats.sem([-1.0, -2.0]))
-    assert table.shown.reset_index().to_numpy().tolist()[:5] == [
+    assert table.frame.reset_index().to_numpy().tolist()[:5] == [
         ["Cumulative-LoRA", "raw", "ours", "55.00 ± 7.07 (2)"],
         ["Cumulative-LoRA", "raw", "reference", "56.50 ± 6.36"],
         ["Cumulative-LoRA", "raw", "difference", f"-1.50 ({low:+.1f} to {high:+.1f})"],
