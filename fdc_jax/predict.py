@@ -11,7 +11,6 @@ import argparse
 import collections
 import contextlib
 import heapq
-import itertools
 import operator
 import sys
 import time
@@ -43,6 +42,8 @@ _PRINTED, _ON_PAGE = 10, 100
 _UNFINISHED = "training is not finished: answers by features of the pretrained encoder alone"
 # Numbers of images by true class, "" if it is unknown, and answer.
 _Answers = collections.defaultdict[str, collections.Counter[str]]
+# The sort key of an image on the page, its row of the table, and its pixels.
+_Row = tuple[float, dict[str, Any], UInt8[np.ndarray, "s s 3"]]
 
 
 def parser() -> Program:
@@ -86,7 +87,7 @@ def _run(options: argparse.Namespace) -> None:
     start, counts = time.perf_counter(), collections.Counter(images=0, unlike=0, labelled=0)
     answers: _Answers = collections.defaultdict(collections.Counter)
     printed: list[pd.DataFrame] = []
-    shown: list[tuple[float, dict[str, Any], UInt8[np.ndarray, "s s 3"]]] = []
+    shown: dict[str, list[_Row]] = collections.defaultdict(list)
     with contextlib.closing(progress), write_atomically(options.output) as file:
         for table, pixels in predictions:
             if classes:
@@ -103,9 +104,10 @@ def _run(options: argparse.Namespace) -> None:
                     answers[true][answer] += 1
             if options.html:
                 records = table.assign(position=table.index).to_dict("records")
-                rows = zip(map(_certainty, records), records, map(np.copy, pixels), strict=True)
-                candidates = itertools.chain(shown, rows)
-                shown = heapq.nsmallest(_ON_PAGE, candidates, key=operator.itemgetter(0))
+                for record, image in zip(records, map(np.copy, pixels), strict=True):
+                    shown[_kind(record)].append((_certainty(record), record, image))
+                for kind, rows in shown.items():
+                    shown[kind] = heapq.nsmallest(_ON_PAGE, rows, key=operator.itemgetter(0))
             done = counts["images"] + len(predictions.unreadable)
             speed = done / (time.perf_counter() - start)
             progress.step("predict", images_per_second=f"{speed:.0f}")
@@ -114,7 +116,7 @@ def _run(options: argparse.Namespace) -> None:
     for true, given in answers.items():
         counts.update({"right": given[true], "labelled": given.total()} if true else {})
     if options.html:
-        rows = [_picture(row, image) for _, row, image in shown]
+        rows = [_picture(row, image) for _, row, image in _of_every_kind(shown)]
         write_text(options.html, _page(predictions, rows, counts))
     if not options.quiet:
         _print_summary(pd.concat(printed).head(_PRINTED), counts, options)
@@ -122,6 +124,23 @@ def _run(options: argparse.Namespace) -> None:
             _print_accuracy(answers, counts)
     if predictions.unreadable:
         raise InputError(f"{len(predictions.unreadable)} of {images} could not be read")
+
+
+def _kind(record: dict[str, Any]) -> str:
+    """Returns the kind of an image on the page, "" for a certain answer that may be right."""
+    if record.get("true_class", "") not in ("", record["class"]):
+        return "mistaken"
+    if record.get("unlike_learned", False):
+        return "unlike"
+    return "uncertain" if record.get("confidence", 1.0) < 0.5 else ""
+
+
+def _of_every_kind(by_kind: Mapping[str, list[_Row]]) -> list[_Row]:
+    """Returns the first rows of every kind, equally many if there are enough, sorted."""
+    rows: list[_Row] = []
+    for done, of_kind in enumerate(sorted(by_kind.values(), key=len)):
+        rows += of_kind[: (_ON_PAGE - len(rows)) // (len(by_kind) - done)]
+    return sorted(rows, key=operator.itemgetter(0))
 
 
 def _certainty(record: dict[str, Any]) -> float:
@@ -211,7 +230,6 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
     run, method = predictions.run, predictions.method
     names = (predictions.images.ids[row] for row in sorted(predictions.unreadable))
     return page.render_predictions(
-        learner=run.config["learner.name"],
         benchmark=run.config["benchmark"],
         num_tasks=predictions.num_tasks,
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
@@ -237,7 +255,7 @@ def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str
         if f"rival_{name}" in row
     ]
     return row | {
-        "uri": pictures.data_uri(image),
+        "uri": pictures.data_uri(image, max(image.shape)),
         "small": pictures.is_small(image),
         "name": _short(row["image"]),
         "evidence": evidence if len(evidence) > 1 else [],

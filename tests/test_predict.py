@@ -253,6 +253,11 @@ def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, t
     row = next(line for line in printed.splitlines() if line.split()[:1] == [wrong["true_class"]])
     count = (table[["true_class", "class"]] == wrong[["true_class", "class"]]).all(axis=1).sum()
     assert f"{wrong['class']} {count}" in row
+    page = tmp_path / "page.html"
+    words = [str(whole), str(folder), f"--output={output}", f"--html={page}", "--quiet"]
+    assert predict.main(words) == 0
+    mistaken = (~right & (table["true_class"] != "")).sum()
+    assert len(re.findall(r'<li class="picture[^"]* mistaken"', page.read_text())) == mistaken
 
 
 # The command -------------------------------------------------------------------------------------
@@ -291,17 +296,23 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     same(table, said)
     text = page.read_text()
     read = Reader(text)
-    assert "60 images, by Cumulative-LoRA with class Gaussians on " in " ".join(read.texts("h1"))
+    assert "60 images, by class Gaussians on " in " ".join(read.texts("h1"))
     pictures = read.all("img")
     assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
     assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
     assert "Answers by class Gaussians, right on " in text and not read.all("table")
-    assert len(read.all("option")) == 1 + said["class"].iloc[np.argsort(
-        said["confidence"] - said["unlike_learned"], kind="stable")[:7]].nunique()  # fmt: skip
-    order = said["confidence"] - said["unlike_learned"]  # unlike anything learned first
+    # The least certain of every kind: unlike anything learned, uncertain, and others.
+    sure, unlike = said["confidence"].to_numpy(), said["unlike_learned"].to_numpy()
+    kinds = [unlike, ~unlike & (sure < 0.5), ~unlike & (sure >= 0.5)]
+    counts = [kind.sum() for kind in kinds]
+    of_kind = [np.flatnonzero(kind)[np.argsort(sure[kind], kind="stable")] for kind in kinds]
+    numbers = [min(n, 7 // sum(map(bool, counts))) for n in counts]
+    numbers[2] = 7 - sum(numbers[:2])
+    rows = np.concatenate([own[:n] for own, n in zip(of_kind, numbers, strict=True)])
+    assert 0 < numbers[0] < 7 and 0 < numbers[2] < 7
+    assert len(read.all("option")) == 1 + said["class"].iloc[rows].nunique()
     names = sorted(folder.glob("*.png"))
-    shown = [f"images/{names[row].name}" for row in np.argsort(order, kind="stable")[:7]]
-    assert [each["alt"] for each in pictures] == shown
+    assert [each["alt"] for each in pictures] == [f"images/{names[row].name}" for row in rows]
     assert "<script" not in text and str(tmp_path) not in text
     assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "iframe", "object"})
     assert not re.search(r"(src|href)=\"(?!#|data:)", text)

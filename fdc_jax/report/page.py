@@ -87,10 +87,10 @@ def render_classes(group: Group, classes: Classes) -> str:
     return _fill("classes", title=title, best=best, position=position, classes=classes)
 
 
-def render_predictions(learner: str, benchmark: str, method: str, **material: Any) -> str:
+def render_predictions(benchmark: str, method: str, **material: Any) -> str:
     """Returns the page of predictions of a calibrator; `predictions.html.jinja` has its content."""
-    title = _title(learner, benchmark, method)
-    return _fill("predictions", title=title, method=_answering(method), **material)
+    data, method = paper.benchmark_title(benchmark), _answering(method)
+    return _fill("predictions", data=data, method=method, **material)
 
 
 def _fill(template: str, **material: Any) -> str:

@@ -83,18 +83,19 @@ def test_predictions_are_filtered_and_sorted_without_a_script(browser, tmp_path)
     shown = [
         {"class": names[i % 3], "position": 5 - i, "uri": PIXEL, "small": False}
         | {"name": f"photos/{i}.jpg", "changed": i == 0, "raw_class": names[1], "evidence": []}
-        | {"confidence": 0.1 + 0.2 * i, "typicality": 0.5, "unlike_learned": i == 1}
+        | {"confidence": 0.1 + 0.2 * i, "typicality": 0.0499 * (i + 1), "unlike_learned": i == 0}
+        | {"true_class": names[(i + i // 4) % 3]}
         for i in range(6)
     ]
     numbers = {"num_tasks": 2, "num_classes": 3, "images": 6, "changed": 1, "unlike": 1}
     text = page_of.render_predictions(
-        *("slca", "birds"),
+        "birds",
         **numbers,
         notice="",
         method="gaussians",
         accuracy=91.2,
-        labelled=0,
-        right=0,
+        labelled=6,
+        right=4,
         unreadable=[],
         shown=shown,
     )
@@ -119,10 +120,22 @@ def test_predictions_are_filtered_and_sorted_without_a_script(browser, tmp_path)
     page.check("#by-class")
     assert seen() == "251403"  # by name, and in the order of the page
     page.check("#show-unlike")
-    assert seen() == "1"
+    assert seen() == "0"
+    page.check("#show-mistaken")
+    assert seen() == "54"
     page.check("#show-uncertain")
     assert seen() == "10"
     page.check("#show-all")
+    # Flags and percentages agree; only what is certain has 100 %.
+    assert page.locator("text=typicality: 4.9").count() == 1
+    assert page.locator("text=typicality: 9.9").count() == 1
+    assert page.locator(".picture >> text=raw logits: ").count() == 1
+    picture = page.locator(".picture img").first
+    small = picture.bounding_box()["width"]
+    picture.click()
+    assert picture.bounding_box()["width"] > 2 * small
+    picture.click()
+    assert picture.bounding_box()["width"] == small
     page.select_option("#of-class", label=names[0])
     assert seen() == "03"
     # A name of 18 letters fits on a line.
