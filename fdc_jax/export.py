@@ -69,7 +69,7 @@ def write(
     check_writable_folder("OUT", output.absolute().parent)
     run = open_run(workdir, weights=weights_file, learner=learner)
     if (results := run.results) is None:
-        raise InputError(f"{run.folder}: expected a finished run, found no results.json")
+        raise InputError(f"{run.folder}: {run.unfinished}")
     heads = run.heads()
     if missing := results["storage_bytes"].keys() - {*run.calibrators}:
         raise InputError(f"{run.folder}: expected the calibrator {min(missing)}, found none")

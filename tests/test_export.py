@@ -217,7 +217,7 @@ def test_the_encoder_in_timms_layout_gives_the_features_of_the_run(whole, tmp_pa
     ("change", "flags", "message"),
     [
         ("exists", (), r"out: exists already; name a folder that does not"),
-        ("results.json", (), r"expected a finished run, found no results.json"),
+        ("results.json", (), r"/run: unfinished: no results.json, 2 tasks done"),
         ("checkpoints", (), r"expected a checkpoint of the run"),
         (None, ("--weights=absent.npz",), r"found no file absent.npz"),
         ("fewer tasks", (), r"results are of 1 task, and it has learned 2; let"),

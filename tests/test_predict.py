@@ -329,6 +329,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
             "a file that ends in .csv, found",
         ),
         (["WHOLE", "IMAGE", "--top=0"], "top: expected a whole number from 1 on, found 0"),
+        (["BEGUN", "IMAGE"], "begun: stopped before the first answer; repeat the command of"),
         (["WHOLE", "IMAGE", "--method=ncm"], "has no calibrator ncm, expected one of fdc, gaussi"),
     ],
 )
@@ -336,7 +337,10 @@ def test_bad_input_is_one_line(whole, files, tmp_path, capsys, monkeypatch, argu
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("none")
+    (tmp_path / "begun").mkdir()
+    shutil.copy(whole / "config.json", tmp_path / "begun")
     places = {"WHOLE": whole, "EMPTY": tmp_path / "empty", "IMAGE": files[0]}
+    places["BEGUN"] = tmp_path / "begun"
     assert predict.main([str(places.get(word, word)) for word in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1

@@ -97,12 +97,13 @@ def open_folder(
     digits = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     kept, files = cache / f"{name[:50]}-{digits}.json", splits["train"] + splits["test"]
     hashes = _pixel_hashes(name, files, kept, upright, workers or default_workers(), quiet)
-    trained_on = {hashes[file.path] for file in splits["train"]}
-    both = [file for file in splits["test"] if hashes[file.path] in trained_on]
+    twins = {hashes[file.path]: file.path for file in splits["train"]}
+    both = [file for file in splits["test"] if hashes[file.path] in twins]
     if both and not allow_overlap:
         raise InputError(
             f"{root}: expected no image of train in test, found {len(both):,}, such as "
-            f"{both[0].path}; config.data.allow_overlap=True accepts them"
+            f"{both[0].path}, which is {twins[hashes[both[0].path]]}, too; "
+            "config.data.allow_overlap=True accepts them"
         )
     for file in both:
         skipped.add("test images that are in train, too", ("test", file.name))

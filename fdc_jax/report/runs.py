@@ -16,7 +16,7 @@ from jaxtyping import Int
 from fdc_jax import evaluation, learners
 from fdc_jax.calibration import FDC
 from fdc_jax.data.benchmarks import BENCHMARKS
-from fdc_jax.errors import InputError, counted
+from fdc_jax.errors import InputError
 from fdc_jax.machine.files import named_path, write_json
 from fdc_jax.report import analysis, paper, quantities
 from fdc_jax.run.configuration import NOT_COMPARED
@@ -160,8 +160,7 @@ def load(
             if host := hosts.get(run.config["benchmark"]):
                 run = open_run(folder, data, host=host)
             if run.results is None:
-                done = counted(len(list(folder.glob("tasks/task_*.json"))), "task")
-                raise InputError(f"unfinished: no results.json, {done} done")
+                raise InputError(run.unfinished)
             predictions(run)
         except InputError as error:
             skipped[folder] = str(error)

@@ -213,7 +213,9 @@ def _read_class_order(config: Config) -> None:
 def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """Returns phrases such as "train.rank was 10, is 3" by field of `new`, if results differ."""
     return {
-        field: f"{field} was {saved.get(field)!r}, is {value!r}"
+        field: f"other {field.removesuffix(' sha256')}"
+        if field.endswith(" sha256")
+        else f"{field} was {saved.get(field)!r}, is {value!r}"
         for field, value in sorted(new.items())
         if field not in WITHOUT_EFFECT and saved.get(field) != value
     }

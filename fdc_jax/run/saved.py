@@ -21,7 +21,7 @@ from fdc_jax.calibration import Calibrator
 from fdc_jax.data import sources
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.task_stream import TaskStream
-from fdc_jax.errors import InputError, escaped
+from fdc_jax.errors import InputError, counted, escaped
 from fdc_jax.learners import Replaced
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
@@ -217,6 +217,13 @@ class Run(RunPaths):
         return Run(before.folder, host=self._host)
 
     @property
+    def unfinished(self) -> str:
+        """How far a run without results is, and where its answer before training is."""
+        before, done = self.answering().folder, counted(len(self.recorded_tasks()), "task")
+        hint = f"; {before} has its answer before training" * (before != self.folder)
+        return f"unfinished: no results.json, {done} done{hint}"
+
+    @property
     def calibrators(self) -> list[str]:
         """Names of the calibrators with a file, of all tasks or of those of a stopped run."""
         files = self.folder.glob("calibrators/*.npz")
@@ -229,7 +236,10 @@ class Run(RunPaths):
         The class Gaussians, which state their confidence; without them FDC; else any.
         """
         if not self.calibrators:
-            raise InputError(f"{self.folder}: expected a calibrator, found none")
+            text = "expected a calibrator, found none"
+            if not self.results:
+                text = "stopped before the first answer; repeat the command of the run"
+            raise InputError(f"{self.folder}: {text}")
 
         def rank(name: str) -> tuple[bool, bool]:
             method = calibration.find(name)

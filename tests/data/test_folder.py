@@ -279,7 +279,8 @@ def test_every_unreadable_image_is_named_and_the_others_are_not_looked_at_again(
 def test_an_image_of_train_in_test_is_refused_unless_it_is_allowed(divided, opened):
     shutil.copy(divided / "train/ant/3.jpg", divided / "test/Bee/7.jpg")
     message = (
-        r"no image of train in test, found 1, such as \S+/test/Bee/7.jpg; config.data.allow_over"
+        r"no image of train in test, found 1, such as \S+/test/Bee/7.jpg, which is "
+        r"\S+/train/ant/3.jpg, too; config.data.allow_over"
     )
     for _ in range(2):
         with pytest.raises(InputError, match=message):

@@ -157,7 +157,7 @@ def test_methods_of_ones_own_learner(method, cache, tmp_path, monkeypatch):
 OTHER_RUNS = [
     (dict(train__rank=3), r"of another configuration: train.rank was 10, is 3;"),
     (dict(fdc__attenuation=0.25), r"fdc.attenuation was 0.5, is 0.25;.*posthoc "),
-    (dict(encoder__weights="other"), "weights sha256 was "),
+    (dict(encoder__weights="other"), "another configuration: other weights; choose"),
     (dict(seed=(1, 2)), "holds a run of a single seed; choose another --workdir"),
 ]
 

@@ -61,6 +61,8 @@ def test_a_run_answers_before_it_trains(
     assert "--workdir=FOLDER: --config.train.epochs=1 (half the time), or " in printed
     assert "--config.encoder.image_size=16 (a quarter; less accurate)\n" in printed
     assert "without drift compensation" not in caplog.text
+    reason = f"0 tasks done; {folder / 'untrained'} has its answer before training"
+    assert reason in runs.load([folder])[1][folder]
     known, page = fdc_jax.open_run(frozen), tmp_path / "page.html"
     files = small_runs.test_files(known, tmp_path / "images")
     words = [str(folder), str(files[0]), f"--html={page}", f"--output={tmp_path / 'a.csv'}"]
