@@ -105,7 +105,9 @@ def _run(options: argparse.Namespace) -> None:
             if options.html:
                 records = table.assign(position=table.index).to_dict("records")
                 for record, image in zip(records, map(np.copy, pixels), strict=True):
-                    shown[_kind(record)].append((_certainty(record), record, image))
+                    # Images unlike anything learned come first, then the least certain.
+                    key = record.get("confidence", 0.0) - record.get("unlike_learned", False)
+                    shown[_kind(record)].append((key, record, image))
                 for kind, rows in shown.items():
                     shown[kind] = heapq.nsmallest(_ON_PAGE, rows, key=operator.itemgetter(0))
             done = counts["images"] + len(predictions.unreadable)
@@ -143,11 +145,6 @@ def _of_every_kind(by_kind: Mapping[str, list[_Row]]) -> list[_Row]:
     return sorted(rows, key=operator.itemgetter(0))
 
 
-def _certainty(record: dict[str, Any]) -> float:
-    """Returns the sort key of the page: images unlike anything learned, then the least certain."""
-    return record.get("confidence", 0.0) - record.get("unlike_learned", False)
-
-
 def _classes_by_folder(predictions: Predictions, given: Sequence[str]) -> dict[str, str]:
     """Returns the class by image name of all images in a folder CLASS/ of a learned class."""
     labels = np.concatenate(predictions.calibrator.classes)
@@ -173,7 +170,7 @@ def _notes(predictions: Predictions) -> Iterator[str]:
             f"the run has learned {predictions.num_tasks} of its {run.num_tasks} tasks; it knows "
             "no class of the others"
         )
-    accuracy = _accuracies(predictions)
+    accuracy = run.results["accuracy"] if run.results else {}
     if method in accuracy:
         others = [
             f"{accuracy[name]:.1f} % with --method={name}"
@@ -228,6 +225,7 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
     from fdc_jax.report import page  # plotting takes seconds to import
 
     run, method = predictions.run, predictions.method
+    accuracies = run.results["accuracy"] if run.results else {}
     names = (predictions.images.ids[row] for row in sorted(predictions.unreadable))
     return page.render_predictions(
         benchmark=run.config["benchmark"],
@@ -235,16 +233,11 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
         notice=_UNFINISHED if predictions.before_training else "",
         method=method,
-        accuracy=_accuracies(predictions).get(method),
+        accuracy=accuracies.get(method),
         **counts,
         unreadable=[_short(name) for name in names],
         shown=shown,
     )
-
-
-def _accuracies(predictions: Predictions) -> dict[str, float]:
-    """Returns the accuracies on the run's test images; empty if the run is not finished."""
-    return predictions.run.results["accuracy"] if predictions.run.results else {}
 
 
 def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:

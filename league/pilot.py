@@ -21,10 +21,11 @@ IMAGES is what `python -m league export` wrote, all or held-out ones; or the fol
 run, for methods that train no encoder: frozen features then take the place of images. WEIGHTS is
 AugReg's file with positions of 128 pixels,
 
-    import numpy as np
+    import flax, numpy as np
     from fdc_jax.model import weights
     file = weights.load("Ti_16-augreg-i21k-ft-i1k.npz", "Ti/16", 128)
-    weights.save(file.params | {"head": {"bias": np.zeros(1)}}, "ti16_128.npz")
+    params = file.params | {"head": {"bias": np.zeros(1)}}
+    np.savez("ti16_128.npz", **flax.traverse_util.flatten_dict(params, sep="/"))
 
 with a bias of a head, which MOS looks for. timm 0.6.12 resizes positions without antialiasing:
 SimpleCIL has 90.0 % after the first task then, and 93.0 % with these. Needs torch, easydict, timm

@@ -133,7 +133,7 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
     shown = Reader(page.read_text())
     assert len(shown.all("img")) == 3 and not shown.all("table")
-    assert "Raw logits: the answer without calibration." in page.read_text()
+    assert "Raw logits: the answer without calibration, if it is another" in page.read_text()
     assert "unlike anything learned" not in page.read_text()
 
 

@@ -251,9 +251,8 @@ class Gaussians(Calibrator):
                 _LOGGER.warning(self.note)
             return
         self.compensated = True
-        before = inputs.host_array(
-            inputs.feature_array(previous, name, given.views[0].shape[1]), name
-        )
+        width = given.views[0].shape[1]
+        before = inputs.host_array(inputs.feature_array(previous, name, width), name)
         inputs.same_length(before, given.views[0], name)
         by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         counts = np.concatenate(self.counts)

@@ -18,7 +18,7 @@ from flax import traverse_util
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine import files
-from fdc_jax.machine.files import named_path, read_npz, read_safetensors, sha256, write_npz
+from fdc_jax.machine.files import named_path, read_npz, read_safetensors, sha256
 from fdc_jax.model import layouts, vit
 
 _log = logging.getLogger(__name__)
@@ -76,32 +76,23 @@ def locate(
 
 
 def by_checksum(digest: str, variant: str, folder: Path) -> str:
-    """Returns the weights with a SHA-256 as `locate` accepts them, of a run; "" if none are known.
-
-    They are digits, augreg, or the file of `remember`.
-    """
+    """Returns the name or file of weights with a SHA-256 for `locate`; "" if none are known."""
     if sha256(DIGITS_WEIGHTS) == digest:
         return "digits"
     path = folder / AUGREG_FILES.get(variant, "")
     if path.is_file() and sha256(path) == digest:
         return "augreg"
     with contextlib.suppress(InputError, OSError):
-        path = str(files.read_json(_record(digest, folder)))
+        path = str(files.read_json(folder / "weights" / f"{digest}.json"))
         return path if sha256(path) == digest else ""
     return ""
 
 
 def remember(weights: Weights, folder: Path) -> None:
-    """Writes the path of weights into a cache folder, if possible; the user has trained with them.
-
-    A saved run names weights by their checksum alone, as it may be a stranger's.
-    """
+    """Writes the path of weights of an own run into a cache folder, if possible."""
     with contextlib.suppress(InputError):
-        files.write_json(_record(weights.sha256, folder), str(weights.path.absolute()))
-
-
-def _record(digest: str, folder: Path) -> Path:
-    return folder / "weights" / f"{digest}.json"
+        path = folder / "weights" / f"{weights.sha256}.json"
+        files.write_json(path, str(weights.path.absolute()))
 
 
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
@@ -247,9 +238,3 @@ def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int
     grid = jax.image.resize(grid, (1, new, new, grid.shape[-1]), "cubic", antialias=True)
     kept = embedding[:, :tokens]
     return np.concatenate([kept, np.asarray(grid).reshape(1, new * new, -1)], axis=1)
-
-
-def save(params: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a parameter tree as an AugReg `.npz`, which `load` reads bit for bit."""
-    arrays: Any = traverse_util.flatten_dict(params, sep="/")
-    write_npz(path, arrays)

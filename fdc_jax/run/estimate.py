@@ -69,13 +69,10 @@ def size(config: Config) -> Size:
     return Size(train, images(sum(known.task_test_counts), data.test_per_class), len(learned))
 
 
-def passes(fields: Mapping[str, Any], size: Size, tasks_done: int = 0) -> float:
-    """Returns the passes of a run with these fields of its configuration.
-
-    After some tasks, `size.train` is the number of images of the others.
-    """
-    epochs, every, last = fields["train.epochs"] or 20, fields["evaluation.every"], size.tasks
-    evaluated = [n for n in range(tasks_done + 1, last + 1) if n % every == 0 or n == last]
+def passes(fields: Mapping[str, Any], size: Size) -> float:
+    """Returns the passes of a run with these fields of its configuration."""
+    epochs, every = fields["train.epochs"] or 20, fields["evaluation.every"]
+    evaluated = [n for n in range(1, size.tasks + 1) if n % every == 0 or n == size.tasks]
     return (epochs + 1) * size.train + 0.5 * size.test * sum(evaluated) / size.tasks
 
 
@@ -149,20 +146,21 @@ def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
 
 
 def seconds_after(setup: Setup, records: Sequence[Mapping[str, Any]], tasks_done: int = 0) -> float:
-    """Returns about the seconds of the other tasks, by the records of a frozen encoder."""
+    """Returns about the seconds of the tasks that are left, by the records of a frozen encoder."""
     batch = setup.config.evaluation.batch_size
     seconds = min(  # per image, padding included; the first task compiles
         record["timing"]["adapted_extraction_seconds"]
         / (-(-len(setup.tasks.train_indices[record["task"]]) // batch) * batch)
         for record in records
     )
-    fields, size = configuration.flatten(setup.config), _size(setup, tasks_done)
-    return 2 * seconds * passes(fields, size, tasks_done)
+    images = [*map(len, setup.tasks.train_indices)]
+    left = sum(images[tasks_done:]) / sum(images)
+    return 2 * seconds * left * passes(configuration.flatten(setup.config), _size(setup))
 
 
-def _size(setup: Setup, tasks_done: int = 0) -> Size:
-    tasks, images = setup.tasks, [*map(len, setup.tasks.train_indices)]
-    return Size(sum(images[tasks_done:]), len(tasks.test_indices), len(tasks.tasks))
+def _size(setup: Setup) -> Size:
+    tasks = setup.tasks
+    return Size(sum(map(len, tasks.train_indices)), len(tasks.test_indices), len(tasks.tasks))
 
 
 def describe(setup: Setup, num_seeds: int) -> str:

@@ -59,10 +59,7 @@ class RunImages:
         )
 
     def previous_features(self, task: int, encoder: Any) -> Extraction:
-        """Returns features of a task's training images by the encoder before the task.
-
-        If memory allows, the images stay decoded for the task.
-        """
+        """Returns E_{t-1}(D_t) of a task; if memory allows, its images stay decoded."""
         return self._extract([encoder], self._plain(task))[0]
 
     def train_features(self, task: int, encoder: Any) -> Views:

@@ -34,10 +34,7 @@ class Progress:
         self._clock: float | None = None
 
     def step(self, stage: str, **values: Any) -> None:
-        """Counts one step and shows its values.
-
-        The time left follows from the second step on, as the first one compiles.
-        """
+        """Counts a step, and shows its values and the time left; the first step compiles."""
         now = time.perf_counter()
         self._done += 1
         if self._clock is None:

@@ -204,11 +204,6 @@ class Run(RunPaths):
             return self.calibrator(self.calibrators[0]).heads
         return setups.heads(self.encoders.learner, *self._saved)
 
-    @property
-    def state(self) -> Any:
-        """The learner's state after the last trained task."""
-        return self._saved[0]
-
     def answering(self) -> "Run":
         """Returns the run that predicts: the one before training until this one is finished."""
         before = RunPaths(self.untrained_folder)
@@ -236,10 +231,9 @@ class Run(RunPaths):
         The class Gaussians, which state their confidence; without them FDC; else any.
         """
         if not self.calibrators:
-            text = "expected a calibrator, found none"
-            if not self.results:
-                text = "stopped before the first answer; repeat the command of the run"
-            raise InputError(f"{self.folder}: {text}")
+            begun = "stopped before the first answer; repeat the command of the run"
+            reason = "expected a calibrator, found none" if self.results else begun
+            raise InputError(f"{self.folder}: {reason}")
 
         def rank(name: str) -> tuple[bool, bool]:
             method = calibration.find(name)

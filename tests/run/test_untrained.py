@@ -85,7 +85,7 @@ def test_a_run_answers_before_it_trains(
 
 
 def test_a_resumed_run_counts_the_rest_and_a_task_of_one_class_trains_nothing(
-    frozen, cache, tmp_path, capsys
+    cache, tmp_path, capsys
 ):
     class Stop(StopRequest):
         def __init__(self):
@@ -101,7 +101,6 @@ def test_a_resumed_run_counts_the_rest_and_a_task_of_one_class_trains_nothing(
     printed = capsys.readouterr().err
     assert "; the rest of the training takes about " in printed
     assert printed.count("task 2: the loss is 0, so that training changes nothing: ") == 1
-    setup, records = setups.build(config(cache)), fdc_jax.open_run(frozen).read_records()
+    setup, records = setups.build(fields), fdc_jax.open_run(folder / "untrained").read_records()
     whole, rest = (estimate.seconds_after(setup, records, done) for done in (0, 1))
-    # Two epochs and one pass without gradients for both views of 120 and 60 images, and tests.
-    assert rest / whole == pytest.approx((3 * 60 + 30) / (3 * 120 + 15 + 30))
+    assert rest == pytest.approx(whole / 10)
