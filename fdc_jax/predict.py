@@ -225,7 +225,6 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
     from fdc_jax.report import page  # plotting takes seconds to import
 
     run, method = predictions.run, predictions.method
-    accuracies = run.results["accuracy"] if run.results else {}
     names = (predictions.images.ids[row] for row in sorted(predictions.unreadable))
     return page.render_predictions(
         benchmark=run.config["benchmark"],
@@ -233,7 +232,7 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
         notice=_UNFINISHED if predictions.before_training else "",
         method=method,
-        accuracy=accuracies.get(method),
+        accuracy=run.results["accuracy"].get(method) if run.results else None,
         **counts,
         unreadable=[_short(name) for name in names],
         shown=shown,

@@ -16,8 +16,12 @@ from fdc_jax.errors import InputError
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
 
-# Samples of a task that measure the accuracy of its head.
+# Samples of a task that measure the accuracy of its head, and reasons for features of a user.
 SAMPLES = 1000
+DOUBTS = (
+    "; or its rows are in another order than the labels, ascending or as classes names them; or "
+    "features are of a loader that shuffles, so that labels are of other images"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Calibrator:
         counts: training samples of each class, by task.
         heads: the heads that predict, by task, or None.
         widths: feature width of each view, adapted first; empty before the first task.
-        warned: a warning of a head like chance was given.
+        doubts: other reasons for a head like chance, in its warning; None once it was given.
     """
 
     name: ClassVar[str]
@@ -83,7 +87,7 @@ class Calibrator:
         self.counts: list[Int[np.ndarray, " c"]] = []
         self.heads: list[Any] = []
         self.widths: list[int] = []
-        self.warned = False
+        self.doubts: str | None = DOUBTS
 
     @property
     def num_tasks(self) -> int:
@@ -223,9 +227,10 @@ class Calibrator:
         self.heads = [*self.heads, given.head]
         self.widths = [view.shape[1] for view in given.views]
         self._forget()
-        if self.needs_heads and not self.warned and (warning := weak_head(given, predicted)):
-            self.warned = True
-            _LOGGER.warning(warning)
+        reads = self.needs_heads and self.doubts is not None
+        if reads and (warning := weak_head(given, predicted)):
+            _LOGGER.warning("%s%s. Heads of further tasks are not named", warning, self.doubts)
+            self.doubts = None
 
 
 def weak_head(given: inputs.TaskInput, predicted: Int[np.ndarray, " n"] | None) -> str:
@@ -243,9 +248,5 @@ def weak_head(given: inputs.TaskInput, predicted: Int[np.ndarray, " n"] | None) 
     if count == 1 or accuracy >= min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
         return ""
     name, chance = inputs.name_of("head", given.task), 100 / count
-    return (
-        f"{name}: accuracy {100 * accuracy:.1f}% on the task's own training samples (chance "
-        f"{chance:.1f}%). It was hardly trained; or its rows are in another order than the labels, "
-        "ascending or as classes names them; or features are of a loader that shuffles, so that "
-        "labels are of other images. Heads of further tasks are not named"
-    )
+    text = f"{name}: accuracy {100 * accuracy:.1f}% on the task's own training samples"
+    return f"{text} (chance {chance:.1f}%). It was hardly trained"

@@ -171,10 +171,8 @@ class Gaussians(Calibrator):
     From the second task on, `fit_task` takes `previous` for all tasks (drift compensation) or for
     none. No head is needed.
 
-    Args:
-        view: "pretrained" to read the pretrained view alone, "" to read all.
-
     Attributes:
+        view: "pretrained" if that view alone is read, "" if all are.
         views: statistics of all classes, by view.
         compensated: whether drift compensation is on; None before the second task.
         staleness: s of the classes of each task.

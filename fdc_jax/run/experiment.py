@@ -94,6 +94,8 @@ def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> R
     settings = setup.config.fdc.to_dict()
     names = configuration.calibrators(setup.config)
     new = {name: calibration.make(name, **settings) for name in names}
+    for calibrator in new.values():
+        calibrator.doubts = ""  # Rows and labels of a run belong together.
     for number, cursor, tree in setups.checkpoints(setup, checkpoints, seed):
         trained, step = cursor["tasks_done"], cursor["step"]
         # A checkpoint at the end of a task has its encoder: fit and evaluation can be repeated.

@@ -123,8 +123,9 @@ class StepLog:
                 "earlier checkpoints are kept"
             )
         if step == 0 and value == 0.0:
-            line = "the loss is 0, so that training changes nothing: a task needs two classes"
-            self._progress.line(f"task {task + 1}: {line}")
+            self._progress.line(
+                f"task {task + 1}: a loss of 0 trains nothing; it needs two classes"
+            )
         images = (step + 1 - self._first) * self._batches.batch_size
         speed = images / (time.perf_counter() - self._clock)
         if (step + 1) % self._batches.steps_per_epoch == 0:

@@ -317,7 +317,8 @@ def test_of_many_heads_in_another_order_the_first_is_named(caplog):
             streams.fit(found, [task._replace(weight=task.weight[::-1], bias=task.bias[::-1])])
             found = copy.deepcopy(found)
     ((_, line),) = lines(caplog)
-    assert line.startswith("head of task 0 (from 0): ") and "Heads of further tasks" in line
+    assert line.startswith("head of task 0 (from 0): ") and "another order than the labels" in line
+    assert line.endswith("labels are of other images. Heads of further tasks are not named")
 
 
 def test_that_drift_compensation_is_off_is_said_once(caplog):

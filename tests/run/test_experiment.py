@@ -46,6 +46,13 @@ def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
         run(config(cache, **fields, train__rank=25), tmp_path / "wide")
 
 
+def test_hardly_trained_heads_of_a_run_raise_no_doubts_about_its_rows(cache, tmp_path, caplog):
+    rates = {"train__increment_learning_rate": 1e-9, "train__head_learning_rate": 1e-9}
+    run(config(cache, train__epochs=1, num_tasks=1, **rates), tmp_path / "run")
+    (line,) = [text for text in caplog.messages if text.startswith("head of task 0")]
+    assert line.endswith("It was hardly trained. Heads of further tasks are not named")
+
+
 def test_a_run_fits_what_it_is_told_to_and_keeps_no_features_unasked(
     whole, cache, tmp_path, monkeypatch
 ):

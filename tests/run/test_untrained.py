@@ -96,11 +96,11 @@ def test_a_resumed_run_counts_the_rest_and_a_task_of_one_class_trains_nothing(
     with pytest.raises(Interrupted):
         seeds.run(fields, str(folder), False, Stop())
     first = capsys.readouterr().err
-    assert "batches of 18, 9 (last 1) classes a task\n" in first and "the loss is 0" not in first
+    assert "batches of 18, 9 (last 1) classes a task\n" in first and "a loss of 0" not in first
     seeds.run(fields, str(folder))
     printed = capsys.readouterr().err
     assert "; the rest of the training takes about " in printed
-    assert printed.count("task 2: the loss is 0, so that training changes nothing: ") == 1
+    assert printed.count("task 2: a loss of 0 trains nothing; it needs two classes\n") == 1
     setup, records = setups.build(fields), fdc_jax.open_run(folder / "untrained").read_records()
     whole, rest = (estimate.seconds_after(setup, records, done) for done in (0, 1))
     assert rest == pytest.approx(whole / 10)
