@@ -214,18 +214,17 @@ def _task(
     if previous is not None and previous.shape != adapted.shape:
         expected = f"shape {[*adapted.shape]} as {name}"
         raise InputError(f"train_previous_{t}: expected {expected}, found {[*previous.shape]}")
-    head, final = (
-        _head(arrays, prefix, t, classes, kind) if f"{prefix}head_weight_{t}" in arrays else None
-        for prefix in ("", "final_")
-    )
+    head, final = (_head(arrays, prefix, t, classes, kind) for prefix in ("", "final_"))
     return TaskFeatures(adapted, pretrained, labels, head, classes[t], final, previous)
 
 
 def _head(
     arrays: Arrays, prefix: str, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
-) -> heads.Head:
-    """Returns a head of a task; raises InputError unless it has a row for every class."""
+) -> heads.Head | None:
+    """Returns a head of a task, if any; raises InputError unless it has a row for every class."""
     names = [f"{prefix}{name}_{t}" for name in _array_names(kind)]
+    if names[0] not in arrays:
+        return None
     for name in (f"{prefix}{stem}_{t}" for stem in _HEAD):
         if name in arrays and name not in names:
             raise InputError(f"{name}: {kind} heads, as head_kind says they are, have none")

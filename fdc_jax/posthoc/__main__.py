@@ -50,9 +50,8 @@ def _program() -> Program:
         "features.npz --method=all --output=calibrated.npz",
     )
     add = program.add_argument
-    text = "an .npz, a folder of .npy files such as WORKDIR/features, or the word example for the "
-    text += "features that come with the package; several are seeds of one experiment"
-    add("features", nargs="+", help=text)
+    text = "an .npz, a folder of .npy files such as WORKDIR/features, or example, the features of "
+    add("features", nargs="+", help=text + "the package; several are seeds of one experiment")
     text = "a folder for a report with tables and figures; or, of one file, an .npz for the "
     add("--output", help=text + "predictions, whose report gets the suffix .json")
     add("--name", default="Own features", help="the learner in reports (default Own features)")

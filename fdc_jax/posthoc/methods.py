@@ -55,14 +55,13 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
     scores = {name: outcome.scores for name, outcome in outcomes.items()}
     labels, compared = features.test_labels, scores if "raw" in scores else {}
     raw: Any = scores["raw"].label if compared else None
-    calibrators = {name: outcome.calibrator for name, outcome in outcomes.items()}
     sizes: dict[str, Any] = {
         "num_tasks": len(features.tasks),
         "num_classes": sum(len(task.classes) for task in features.tasks),
         "num_test_images": len(features.test_adapted),
         "num_changed_labels": {name: int(np.sum(raw != of.label)) for name, of in compared.items()},
-        "storage_bytes": {name: own.storage_bytes for name, own in calibrators.items()},
-        "notes": {name: own.note for name, own in calibrators.items() if own.note},
+        "storage_bytes": {name: of.calibrator.storage_bytes for name, of in outcomes.items()},
+        "notes": {n: of.calibrator.note for n, of in outcomes.items() if of.calibrator.note},
         "timing": {
             "fit_seconds": {name: outcome.fit_seconds for name, outcome in outcomes.items()},
             "score_seconds": {name: outcome.score_seconds for name, outcome in outcomes.items()},

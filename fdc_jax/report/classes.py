@@ -48,6 +48,8 @@ class Classes(NamedTuple):
     order: list[int]  # labels, with classes side by side that are confused
     cells: list[tuple[int, int, int, float]]  # as `pairs`, of all pairs that occur
     untested: Sequence[str]  # names of classes without test images
+    num_pairs: int  # of classes that are confused
+    seeds: int  # over which images are counted
     wrong: Sequence[Shown] = ()  # at most `MOST` images, evenly spaced, by true class
     number: int = 0  # of images with a wrong answer
     unlike: Sequence[Shown] = ()  # at most `UNLIKE` images unlike anything learned
@@ -84,7 +86,8 @@ def load(group: Group) -> Classes | None:
     names = [pictures.class_name(group.runs[0].class_names, label) for label in range(num_classes)]
     untested = [name for label, name in enumerate(names) if label not in table.index]
     order = sorted_by_likeness(wrong / totals)
-    return Classes(names, table, pairs[:WORST], order, cells, untested)
+    counts = len(pairs), len(group.runs)
+    return Classes(names, table, pairs[:WORST], order, cells, untested, *counts)
 
 
 def sorted_by_likeness(wrong: np.ndarray) -> list[int]:
@@ -103,9 +106,7 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
     columns = predictions(run)
     label, chosen = columns["label"], columns[f"{group.best}_label"]
     wrong = np.flatnonzero(chosen != label)
-    classes = classes._replace(number=len(wrong), missing=pictures.without_images(run))
-    if classes.missing:
-        return classes
+    classes = classes._replace(number=len(wrong), missing="")
     unlike = _unlike(run, len(label))
     rows = pictures.spaced(wrong[np.argsort(label[wrong], kind="stable")], MOST)
     rows, shown = np.concatenate([unlike[:UNLIKE], rows]), []

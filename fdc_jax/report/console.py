@@ -40,7 +40,8 @@ def verdict(group: Group) -> str:
     gain = group.gain(group.best, name) if name else None
     if name is None or gain is None or np.isnan(gain.low):
         return ""
-    result = "Better" if gain.low > 0 else "Worse" if gain.high < 0 else "Not significantly better"
+    unclear = "Not significantly better" if gain.mean >= 0 else "Not better"
+    result = "Better" if gain.low > 0 else "Worse" if gain.high < 0 else unclear
     return (
         f"{result} than no training at all ({METHODS[name].title}): {gain.mean:+.2f} points, 95 % "
         f"interval {formatting.interval(gain._asdict())}."
@@ -59,10 +60,12 @@ def notes(group: Group) -> list[str]:
         for section in ("calibration_error", "chance_calibration_error")
     )
     for name in filter(lambda name: METHODS[name].gives_confidence, errors.index):
-        chance = f"; by chance alone {by_chance[name]:.1f}" if name in by_chance else ""
+        chance = (
+            f"; with so many images {by_chance[name]:.1f} is chance" if name in by_chance else ""
+        )
         lines.append(
-            f"Confidence and accuracy of {METHODS[name].title} differ by {errors[name]:.1f} points "
-            f"on average{chance}."
+            f"Stated confidence and accuracy of {METHODS[name].title} differ by "
+            f"{errors[name]:.1f} points on average{chance}."
         )
     shares = [results.get("unlike_learned") for results in seeds]
     if shares := [share for share in shares if share is not None]:

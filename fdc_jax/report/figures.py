@@ -75,11 +75,11 @@ def curve(group: Group) -> pd.DataFrame | None:
 
 def task_confusion(group: Group) -> Figure | None:
     """Draws the shares of the images of a task that are sent to other tasks."""
-    matrices = {name: confusion(group, name) for name in group.methods}
-    known = {name: matrix for name, matrix in matrices.items() if matrix is not None}
+    matrices = ((name, confusion(group, name)) for name in group.methods)
+    known = {name: matrix for name, matrix in matrices if matrix is not None}
     if not known:
         return None
-    figure, panels = drawing.panels(len(known), 2.5, 3, sharey=True)
+    figure, panels = drawing.panels(len(known), 2.5, 2 if len(known) == 4 else 3, sharey=True)
     scale, edge = PowerNorm(0.5, 0, 100), group.results["num_tasks"] + 0.5
     for axes, (name, matrix) in zip(panels, known.items(), strict=True):
         axes.imshow(matrix, "Blues", norm=scale, extent=(0.5, edge, edge, 0.5))

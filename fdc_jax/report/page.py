@@ -51,7 +51,7 @@ def render(
         sections=sections,
         folded=not any(group.benchmark in paper.benchmarks() for group in groups),
         reading=tables.READING if any("numbers" in t.frame.index.names for t in compared) else "",
-        gaussians=any("gaussians" in group.methods for group in groups),
+        methods={name for group in groups for name in group.methods},
         skipped=skipped,
         # The calibrators of a single group stand in its section.
         tables=[table for table in compared if table.name != "calibrators" or len(groups) > 1],
@@ -74,6 +74,8 @@ def _section(group: Group, own: Sequence[Drawing], shown: Pictures) -> dict[str,
         "notes": console.notes(group),
         "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],
         "drawings": [drawing for drawing in own if drawing.groups == [group]],
+        "images": _has_images(group),
+        "known": paper.benchmark_title(group.benchmark) != group.benchmark,
         "pictures": shown,
         "provenance": json.dumps(provenance, indent=1, ensure_ascii=False),
     }
@@ -84,7 +86,8 @@ def render_classes(group: Group, classes: Classes) -> str:
     position = {label: index for index, label in enumerate(classes.order)}
     title = _title(group.learner, group.benchmark, group.best)
     best = _answering(group.best)
-    return _fill("classes", title=title, best=best, position=position, classes=classes)
+    material = {"classes": classes, "images": _has_images(group)}
+    return _fill("classes", title=title, best=best, position=position, **material)
 
 
 def render_predictions(benchmark: str, method: str, **material: Any) -> str:
@@ -114,6 +117,11 @@ def _templates() -> jinja2.Environment:
     return environment
 
 
+def _has_images(group: Group) -> bool:
+    """Returns False for runs that `fdc posthoc` wrote about features."""
+    return "encoder" in group.results
+
+
 def _answering(method: str) -> str:
     return "raw logits" if method == "raw" else METHODS[method].title
 
@@ -130,7 +138,7 @@ def _subscripts(text: str) -> Markup:
 
 def _breakable(name: str) -> Markup:
     """Allows line breaks after the separators of a name."""
-    return Markup(re.sub(r"([_./-])", r"\1<wbr>", str(escape(name))))
+    return Markup(re.sub(r"(?<!\bE)([_./+-])(?=\w)", r"\1<wbr>", str(escape(name))))
 
 
 def _inline(figure: Drawing) -> str:

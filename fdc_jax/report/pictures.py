@@ -60,8 +60,6 @@ class Pictures(NamedTuple):
 def load(run: Any) -> Pictures:
     """Returns the pictures of one seed, a run of `fdc_jax.open_run`."""
     columns, kinds = predictions(run), ("", "raw_", "fdc_")
-    if reason := without_images(run):
-        return Pictures(missing=reason)
     if not {f"{kind}{part}" for kind in kinds for part in ("label", "task")} <= columns.keys():
         return Pictures(missing="The run kept no predictions of FDC.")
     label, task = columns["label"], columns["task"]
@@ -84,11 +82,6 @@ def load(run: Any) -> Pictures:
             answers.append(Answer(class_name(run.class_names, label), task + 1))
         shown.append(Picture(row, data_uri(image), is_small(image), *answers, evidence=parts))
     return Pictures(shown[: len(first)], len(repaired), shown[len(first) :], len(broken))
-
-
-def without_images(run: Any) -> str:
-    """Returns why a run has no images, such as one of `fdc posthoc`; "" if it has images."""
-    return "" if "encoder" in run.results else "Features of other code have no images."
 
 
 def class_name(names: Sequence[str], label: int) -> str:

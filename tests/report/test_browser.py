@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fdc_jax.report import classes, pictures
+from fdc_jax.report import classes, pictures, tables
 from fdc_jax.report import page as page_of
 from tests.report import made_up, test_classes, test_page
 
@@ -75,6 +75,24 @@ def test_the_page_fits_every_screen(browser, report, width, height, scheme):
     assert (ground.mean() < 60) if scheme == "dark" else (ground.mean() > 240)
     assert np.abs(pixels - ground).max() > 150  # something is written that stands out
     assert said == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.close()
+
+
+@pytest.mark.parametrize("benchmark", ["cifar100", "features_of_seed_1+features_of_seed_2"])
+def test_numbers_of_one_benchmark_are_seen_on_a_telephone(browser, tmp_path, benchmark):
+    members = [made_up.run(seed, benchmark) for seed in (1, 2, 3)]
+    built = tables.build(made_up.analysed(*members))
+    path = tmp_path / "report.html"
+    path.write_text(test_page.rendered(members, built, kinds=()), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(path.as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    # The right end of the first number of every row, in tables with columns by benchmark.
+    ends = page.evaluate(
+        "[...document.querySelectorAll('#tables tbody tr')].map(row => "
+        "row.querySelector('td.number').getBoundingClientRect().right)"
+    )
+    assert len(ends) > 20 and max(ends) <= 390
     page.close()
 
 

@@ -83,6 +83,30 @@ def test_images_unlike_anything_learned_are_the_least_typical(tmp_path):
     assert (found.num_unlike, found.number) == (2, 3)
 
 
+def test_features_alone_have_no_pictures_and_seeds_are_summed():
+    of = group()
+    text = page.render_classes(of, classes.with_pictures(classes.load(of), of))
+    assert "Wrong pictures" in text and 'class="choose"' in text and "counted over" not in text
+    of.runs.append(of.runs[0])
+    del of.runs[0].results["encoder"]
+    found = classes.load(of)
+    assert [pair[:3] for pair in found.pairs] == [(0, 3, 4), (3, 0, 2)]
+    text = page.render_classes(of, found)
+    assert "Images are counted over all 2 seeds." in text and 'class="choose"' not in text
+    body = text[text.index("<body>") : text.index("<script>")].lower()
+    assert "picture" not in body and "click" not in body
+
+
+def test_the_page_counts_the_pairs_that_it_leaves_out(monkeypatch):
+    monkeypatch.setattr(classes, "WORST", 1)
+    of = group()
+    found = classes.load(of)
+    assert (len(found.pairs), found.num_pairs) == (1, 2)
+    assert "The 1 most frequent of 2 pairs." in page.render_classes(of, found)
+    monkeypatch.undo()
+    assert "most frequent" not in page.render_classes(of, classes.load(of))
+
+
 def test_where_none_is_wrong_there_is_nothing_to_choose():
     of = group()
     of.runs[0].predictions["fdc_label"] = of.runs[0].predictions["label"]

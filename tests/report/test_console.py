@@ -59,7 +59,11 @@ def test_notes_are_means_over_seeds(capsys):
         run.results |= {"unlike_learned": share, "calibration_error": error}
     _, _, rest = shown(capsys, *members)
     assert any(line.startswith("12.0 % of the test images are flagged") for line in rest)
-    assert any(line.endswith("differ by 1.2 points on average.") for line in rest)
+    sentence = "Stated confidence and accuracy of class Gaussians differ by 1.2 points on average"
+    assert f"{sentence}." in rest
+    for run, chance in zip(members, (0.4, 0.6), strict=True):
+        run.results["chance_calibration_error"] = {"gaussians": chance}
+    assert f"{sentence}; with so many images 0.5 is chance." in shown(capsys, *members)[2]
 
 
 def test_raw_logits_may_be_the_best(capsys):
@@ -111,6 +115,7 @@ def test_nearest_class_means_of_the_pretrained_features(tmp_path):
     ("wrong", "said"),
     [
         (0, "Not significantly better than no training at all ("),
+        (2, "Not better than no training at all ("),
         (60, "Worse than no training at all ("),
     ],
 )

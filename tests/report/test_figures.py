@@ -70,6 +70,15 @@ def test_accuracies_stand_where_they_belong(protocol, drawn):
     assert titles <= set(texts(figure))
 
 
+def test_four_matrices_stand_two_by_two():
+    run = made_up.run(1)
+    run.predictions["ncm_task"] = run.predictions["fdc_task"]
+    run.results["accuracy"]["ncm"] = 50.0
+    panels = figures.task_confusion(made_up.groups(run)[0]).axes[:4]
+    rows = [axes.get_subplotspec().rowspan.start for axes in panels]
+    assert rows == [0, 0, 1, 1]
+
+
 # One run ------------------------------------------------------------------------------------------
 
 

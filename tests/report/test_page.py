@@ -43,7 +43,7 @@ class Reader(html.parser.HTMLParser):
 
     def handle_data(self, data):
         if self.open and self.open[-1] != "style" and data.strip():
-            self.words.append((self.open[-1], data.strip()))
+            self.words.append((self.open[-1], data.strip().replace("\N{NO-BREAK SPACE}", " ")))
 
     def all(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]
@@ -141,7 +141,45 @@ def test_a_single_run_comes_first_with_its_number(single):
     assert any(interval in text for text in single.texts("p"))
     assert any("12 classes in 4 tasks, 120 test images, seed 1." in p for p in single.texts("p"))
     # What the paper has stands below a fold on a benchmark that the paper does not have.
-    assert "Classes that are taken for each other" in single.texts("h3")
+
+
+def test_photographs_are_introduced_without_heads_and_logits():
+    def lead(run):
+        built = Reader(rendered([run], kinds=()))
+        return built.texts("p")[0]
+
+    own = lead(made_up.run(1, benchmark="my photographs"))
+    assert "your classes" in own and "photographs" in own
+    assert not re.search(r"\b(head|heads|logits|FDC)\b", own)
+    for benchmark in ("digits", "cub200"):
+        assert "heads compete" in lead(made_up.run(1, benchmark=benchmark))
+    features = made_up.run(1, benchmark="seed1+seed2")
+    del features.results["encoder"]
+    assert "heads compete" in lead(features)
+    for point in (features.results, *features.results["curve"]):
+        for name in ("raw", "oracle"):
+            del point["accuracy"][name]
+    assert "there are no heads" in lead(features)
+
+
+def test_features_alone_have_no_pictures():
+    run = made_up.run(1, benchmark="seed1")
+    del run.results["encoder"]
+    built = tables.build(made_up.groups(run))
+    text = rendered([run], built, kinds=(), found=[Pictures(missing="no images here")])
+    words = text[text.index("<body>") :].lower()
+    assert "picture" not in words and "no images here" not in words and "fdc put right" not in words
+    # Nothing is compared, so that no column tells ours from others.
+    assert "numbers" not in Reader(text).texts("th") and tables.READING not in text
+
+
+def test_confused_pairs_are_counted():
+    run = made_up.run(1, benchmark="digits")
+    found = classes.load(made_up.groups(run)[0])
+    heading = "Classes that are taken for each other"
+    assert f"{heading}: the five most frequent of {found.num_pairs} pairs" in Reader(
+        rendered([run], kinds=())
+    ).texts("h3")
 
 
 def test_what_the_paper_has_is_folded_on_other_benchmarks_alone(single, read):
