@@ -505,6 +505,13 @@ def test_all_methods_without_heads_are_those_that_read_none(headless, tmp_path):
     assert reason in fails(headless, "--method=fdc,ls")
 
 
+def test_heads_are_of_all_tasks_or_of_none(headless, arrays, tmp_path):
+    with np.load(headless) as file:
+        np.savez(tmp_path / "x.npz", **file, head_weight_1=arrays["head_weight_1"])
+    message = "x.npz: head_weight_0: missing; expected for each task t = 0 .. 2"
+    assert message in fails(tmp_path / "x.npz", "--method=gaussians")
+
+
 def test_test_labels_and_heads_may_both_be_missing(headless, tmp_path):
     with np.load(headless) as file:
         np.savez(tmp_path / "x.npz", **{n: file[n] for n in file.files if n != "test_labels"})

@@ -115,6 +115,7 @@ def test_nearest_class_means_of_the_pretrained_features(tmp_path):
     ("wrong", "said"),
     [
         (0, "Not significantly better than no training at all ("),
+        (1, "Not significantly better than no training at all ("),
         (2, "Not better than no training at all ("),
         (60, "Worse than no training at all ("),
     ],

@@ -221,6 +221,15 @@ def test_all_calibrators_stand_side_by_side(ours, groups):
     assert 0 < low[0] and high[1] <= 100
 
 
+def test_raw_logits_store_nothing_whether_the_run_says_so_or_not(tmp_path):
+    for seed, storage in ((1, {"raw": 0, "fdc": 2**20}), (2, {"fdc": 2**20})):
+        found = results(benchmark=f"mine{seed}", storage_bytes=storage)
+        write_run(tmp_path / str(seed), found)
+        ((group,), _) = runs.load([tmp_path / str(seed)])
+        column = tables.of_calibrators([group]).frame["storage, MiB"]
+        assert (column["Raw"], column["FDC"]) == ("0.00", "1.00")
+
+
 def test_logit_standardisation_is_of_runs_that_fitted_it(tmp_path):
     found = results(learner="loda")
     found["accuracy"]["ls"] = found["accuracy"]["raw"] + 0.25
