@@ -91,12 +91,18 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
         errors.refuse_repeated(argv)
         _define_config(values, argv)
         rest = values(argv)
+    except InputError:
+        raise
     except flags.Error as error:
-        raise InputError(" ".join(str(error).split())) from error
+        own = error.__context__ if isinstance(error.__context__, InputError) else ""
+        raise InputError(f"--config: {own}" if own else " ".join(str(error).split())) from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # of the name of a field
-        near = re.search(r"[Dd]id you mean .*\?", str(error))
-        text = near[0] if near else str(error).strip("'\"")
-        raise InputError(f"--config: no such field: {text}") from error
+        near = re.search(r'mean "(\w+)" instead of "(\w+)"', str(error))
+        unknown = near[2] if near else str(error).strip("'\"")
+        names = [word.partition("=")[0] for word in argv]
+        field = next((name for name in names if unknown in name.split(".")), f"--config: {unknown}")
+        text = f"{field}: no such field" + (f"; did you mean {near[1]}?" if near else "")
+        raise InputError(text) from error
     if rest[1:]:
         raise InputError(f"unexpected argument {rest[1]}")
     if values["config"].value is None:
@@ -133,6 +139,7 @@ def main(stop: StopRequest, argv: list[str]) -> int:
         workdir = f"runs/{_name()}" if FLAGS.workdir is None else FLAGS.workdir
         settings = FLAGS.config, workdir, FLAGS.quiet
         devices.keep_freed_memory()
+        ending.at_once = FLAGS.dry_run  # A stop may leave compiled programs in work behind.
         with errors.plain_warnings(TITLE, FLAGS.quiet), processes.joined(FLAGS.distributed, ending):
             if not FLAGS.dry_run:
                 seeds.run(*settings, stop)

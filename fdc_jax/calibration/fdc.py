@@ -1,9 +1,9 @@
 """Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations.
 
-    1-4    the caller: trains the task, extracts its features G
+    1-4,14 the caller: trains the task, extracts features
     5-11   FDC._fit: 6 mean_and_prototypes, pca; 6, 10 moments; 7 foreign_residuals; 9 filtered
     12, 13 FDC.finalize: fit_foreign
-    14-20  FDC.score: 14, 16 measure; 17, 18 fuse; 20 calibrator.Scores
+    15-20  FDC.score: 15-17 measure; 17, 18 fuse; 20 calibrator.Scores
 
 A view is an encoder: the adapted view (A, index 0) is E_t while learning and E_T at the end, the
 pretrained view (0, index 1) is E_0. Features are rows [n, d], and U_t is rows [r, d]. JAX computes
@@ -33,9 +33,9 @@ _LOGGER = logging.getLogger("fdc_jax.calibration")
 # Floors of the paper, "Test-Time Calibration".
 SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
-# Only rounding separates eta from a share of the variance this close to it.
+# A share of the variance this close to eta differs from it by rounding alone.
 VARIANCE_TOLERANCE = 1e-6
-# Tasks at once: two fit into the caches of a CPU, and line 7 has one shape for any number.
+# Tasks at once: two fit into the caches of a CPU; line 7 compiles once for any number of tasks.
 TASKS_AT_ONCE = 2
 
 
@@ -91,7 +91,7 @@ def moments(values: Float[np.ndarray, ...]) -> tuple[float, float]:
 
 
 class Measured(NamedTuple):
-    """Measurements of features against tasks; 1 - A_t has digits in float32 that A_t loses."""
+    """Measurements of features against tasks; float32 has more digits of 1 - A_t than of A_t."""
 
     residual: Float[Array, "n t"]  # rho_t
     distance: Float[Array, "n t"]  # 1 - A_t
@@ -103,7 +103,7 @@ class Measured(NamedTuple):
 def measure(
     features: Any, tasks: PackedTasks, gamma: float, neighbours: int, normalised: bool
 ) -> Measured:
-    """Returns features [n, d] of a view against tasks; `normalised` heads divide h by |h|."""
+    """Returns measurements of features [n, d] in a view; `normalised` heads divide h by |h|."""
     lengths = jnp.sqrt(squared_norm(features))
 
     def one_task(task: Any) -> Measured:
@@ -148,9 +148,9 @@ def residual_ratio(centred: Any, basis: Any) -> tuple[Float[Array, " n"], Float[
 def cosine_distance(centred: Any, lengths: Any, task: PackedTasks, k: int) -> Float[Array, " n"]:
     """Returns 1 - A_{t,K}, where A_{t,K} is the mean of the K largest cosines (Eq. par).
 
-    With h = g - m for the task's mean m, |g| (1 - cos(g, p)) is
+    With x = g - m for the task's mean m, |g| (1 - cos(g, p)) is
 
-        |h|^2 / (|g| + |m|) + h.m^ (|m| - |g|) / (|g| + |m|) - h.(p - m^) + (|m| - m.p).
+        |x|^2 / (|g| + |m|) + x.m^ (|m| - |g|) / (|g| + |m|) - x.(p - m^) + (|m| - m.p).
 
     The terms are as small as their sum. In float32, 1 minus the cosine of features that all point
     nearly the same way has no correct digits. The cosines of g = 0 are 0.
@@ -360,14 +360,14 @@ class FDC(Calibrator):
         self._append(given, own[0].raw[:, 0].argmax(axis=1))
 
     def finalize(self, release: bool = False) -> None:
-        """Fits the foreign reference of RLC; `release` discards F^v, as line 13 does."""
+        """Fits the foreign reference of RLC, and with `release` discards F^v, as line 13 does."""
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
         self.references = self.references or [*map(fit_foreign, self.foreign or [])]
         self.foreign = None if release else self.foreign
 
     def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
-        """Returns a batch measured against all tasks (lines 14 to 16); see `score`."""
+        """Returns the measurements of a batch against all tasks (lines 15 to 17); see `score`."""
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
         needed = self.settings.pretrained_view_weight > 0.0
@@ -391,7 +391,7 @@ class FDC(Calibrator):
         return compiled.map_blocks(lambda *views: self.measured(views, tasks, heads), *blocks)
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """Returns calibrated scores of a batch of any size (lines 14 to 20)."""
+        """Returns calibrated scores of a batch of any size (lines 15 to 20)."""
         return self.terms(adapted, pretrained).fuse()
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:

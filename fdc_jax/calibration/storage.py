@@ -19,7 +19,7 @@ import numpy as np
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_npz, write_npz
 
-FORMAT = "fdc_jax calibrator, 11"
+FORMAT = "fdc_jax calibrator, 12"
 
 
 def write(path: str | os.PathLike[str], value: Any) -> None:

@@ -13,15 +13,15 @@ calibrated on features drawn from all Gaussians.
 
 Authors' code: everything that is not named below, with the constants of their ImageNet-A file as
 defaults. This file follows the code if their paper differs: the repulsion is the signed mean
-cosine, not its modulus; the steering loss accepts pairs of different classes with a cosine below a
-threshold, and so any pair with ImageNet-A's 1.5; the alignment averages over coordinates; the
+cosine, not its modulus; the steering loss of a pair of different classes is zero if its cosine is
+below a threshold, so with ImageNet-A's 1.5 always; the alignment averages over coordinates; the
 projector ends in a sigmoid and is kept from task to task. Not followed: that code takes the
 features before and after a task from shuffled, augmented images, which do not pair; its branch with
 Adam leaves the projector untrained. FDC paper: the adapter, paired drift, ten epochs of calibration
 on later tasks in batches of 256, three epochs of warm-up. Inferred: the constants, the optimisers,
-and the authors' rate for the projector. The paper's accuracies are far below the authors' for tasks
-of many steps and near them for tasks of few. Unknown: whether its runs used any of these. In the
-native preset, decay shrinks heads of earlier tasks, too.
+and the authors' rate for the projector. The paper's accuracies are far below the authors' where a
+task has many steps, and near them where it has few. Unknown: whether the paper's runs used any of
+these choices. In the native preset, decay shrinks heads of earlier tasks, too.
 
 E_0 is the pretrained encoder without an adapter; E_t has the adapter after task t, and only the
 newest is kept. A logit is the class token's cosine with a row of the head, without a scale. sigma_t
@@ -105,7 +105,7 @@ class RSIAT(Learner):
     scale: float = option(30.0, "(0, inf)", "s, on cosines in training")
     margin: float = option(0.3, "[0, inf)", "m, subtracted from the cosine of the own class")
     steering_weight: float = option(1.0, "[0, inf)", "lambda_RS, in the first task")
-    warm_up_epochs: int = option(3, "[0, inf)", "number of epochs of that weight's rise from 0")
+    warm_up_epochs: int = option(3, "[0, inf)", "epochs in which lambda_RS rises from 0")
     separation_weight: float = option(1.0, "[0, inf)", "a, of different classes when steering")
     separation_threshold: float = option(1.5, "(-inf, inf)", "m_RS, of a cosine that costs nothing")
     alignment_weight: float = option(3.0, "[0, inf)", "beta, in later tasks")

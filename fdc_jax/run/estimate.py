@@ -136,9 +136,10 @@ def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
     batch = devices.split(mesh, Batch(pixels, labels, np.ones(images, np.float32)))
     state = setups.first_state(learner)
     frozen, *carried = setups.start_task(learner, update, backbone, state, 0, seed=0)
+    rate = update.schedule(0, config.train.epochs or 20) if update.schedule else 1.0
     clock, steps = 0.0, -1  # The first step compiles.
     while steps < 1 or (time.perf_counter() - clock < _TIMED_SECONDS and steps < 20):
-        *carried, loss = update.step(backbone, frozen, *carried, batch, 1.0)
+        *carried, loss = update.step(backbone, frozen, *carried, batch, rate)
         loss.block_until_ready()
         steps += 1
         clock = clock or time.perf_counter()

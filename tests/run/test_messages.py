@@ -13,11 +13,12 @@ from tests.small_runs import config, run
 
 COMMAND_LINE = {
     "": "--config: expected a file, or one of best, ",
-    "--config=omnibnch": "found omnibnch; did you mean omnibench?",
-    "--config=digits --config.trian.epochs=3": '--config: no such field: .* "train"',
+    "--config=omnibnch": "--config: expected a file, .*; found omnibnch; did you mean omnibench?",
+    "--config=digits --config.trian.epochs=3": "--config.trian.epochs: no such field; .* train?",
+    "--config=digits --config.fdc.gamma=0.5": "--config.fdc.gamma: no such field",
     "--config=digits --config.classes_per_task=five": "expected a whole number, or a list",
-    "--config=digits --config.learner.slca.rate=1": "--config: no such field: rate",
-    "--config=digits --config.seed=1 --config.seed=2": "--config.seed is given twice",
+    "--config=digits --config.learner.slca.rate=1": "--config.learner.slca.rate: no such field",
+    "--config=digits --config.seed=1 --config.seed=2": "^--config.seed is given twice",
     "--config=digits surplus": "unexpected argument surplus",
     "--config=digits --flagfile=/dev/zero": "--flagfile=/dev/zero: expected a regular file",
     "--config=digits -flagfile /dev/zero": "--flagfile=/dev/zero: expected a regular file",
