@@ -285,7 +285,7 @@ def _drawn(function: Callable[[Any], Figure | None], shown: Any, number: int = 0
         if figure is None:
             return None
         text = drawing.svg(figure)
-        figure.set_layout_engine("none")  # the PDF keeps this layout
+        figure.set_layout_engine("none")  # files of other kinds keep this layout
     kind = name = function.__name__
     title, caption = _TEXTS[kind]["title"], _TEXTS[kind]["caption"]
     if isinstance(shown, Group):
@@ -296,7 +296,9 @@ def _drawn(function: Callable[[Any], Figure | None], shown: Any, number: int = 0
 
 
 def write(drawn: Drawing, folder: Path) -> None:
-    """Writes a figure as SVG and PDF."""
+    """Writes a figure as SVG, PDF and PNG."""
     write_text(folder / f"{drawn.name}.svg", drawn.svg)
-    with drawing.style(), write_atomically(folder / f"{drawn.name}.pdf") as file:
-        drawn.figure.savefig(file, format="pdf", metadata={"CreationDate": None})
+    for kind, author in (("pdf", "CreationDate"), ("png", "Software")):
+        with drawing.style(), write_atomically(folder / f"{drawn.name}.{kind}") as file:
+            look = {"format": kind, "facecolor": "white", "metadata": {author: None}}
+            drawn.figure.savefig(file, **look)

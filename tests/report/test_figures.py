@@ -132,4 +132,4 @@ def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
 def test_files_of_a_figure(drawn, tmp_path):
     figures.write(drawn["sweeps"], tmp_path)
     starts = {path.suffix: path.read_bytes()[:4] for path in tmp_path.iterdir()}
-    assert starts == {".svg": b"<?xm", ".pdf": b"%PDF"}
+    assert starts == {".svg": b"<?xm", ".pdf": b"%PDF", ".png": b"\x89PNG"}

@@ -127,7 +127,7 @@ def test_links_lead_somewhere(text, read):
     assert set(re.findall(r"url\(#([^)]+)", text)) <= set(ids)
     targets = [each.get("href", "") for each in read.all("a")]
     assert {f"tables/accuracy.{suffix}" for suffix in ("csv", "tex")} < set(targets)
-    assert {"figures/task_identity.svg", "figures/task_identity.pdf"} < set(targets)
+    assert {"figures/task_identity.svg", "figures/task_identity.png"} < set(targets)
 
 
 def test_a_single_run_comes_first_with_its_number(single):
