@@ -217,10 +217,11 @@ def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Pa
     """
     if options.calibrator is not None and len(names) > 1:
         raise InputError("--calibrator: expected together with one --method")
-    roles = {os.path.realpath(named_path("features", file)): "the feature file itself"}
+    roles: dict[str, str] = {}
     for flag, path in (("--output", options.output), ("--calibrator", options.calibrator)):
         if path is None:
             continue
+        roles[os.path.realpath(named_path("features", file))] = "the feature file itself"
         written = check_writable_file(flag, path, ".npz")
         if role := roles.get(real := os.path.realpath(written)):
             raise InputError(f"{flag}: {path} is {role}")
