@@ -51,10 +51,10 @@ def test_flags_name_settings_with_their_values():
             analysis.sweep_of([flag])
 
 
-def analysed(folder, features, sweep=None, seeds=(1, 2)):
+def analysed(folder, features, sweep=None, seeds=(1, 2), neighbours=2):
     """A group of runs with these features."""
     for seed in seeds:
-        config = {"fdc.neighbours": 2}
+        config = {"fdc.neighbours": neighbours}
         write_run(folder / f"seed_{seed}", benchmark="digits", seed=seed, config=config)
         if features is not None:
             write_features(folder / f"seed_{seed}" / "features", features)
@@ -87,6 +87,16 @@ def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
     assert not [name for name in other.numbers if "=" in name]
     runs.analyse(other, {"attenuation": [0.1]})
     assert len(other.values("attenuation=0.1")) == 2
+
+
+def test_neighbours_are_no_more_than_the_classes_with_images(tmp_path):
+    features = feature_set()
+    *others, last = features.tasks
+    kept = last.labels == last.classes[0]
+    views = {name: getattr(last, name)[kept] for name in ("adapted", "pretrained", "labels")}
+    features = features._replace(tasks=(*others, last._replace(**views)))
+    group = analysed(tmp_path, features, {"neighbours": ()}, (1,), neighbours=1)
+    assert {name for name in group.numbers if "=" in name} == {"neighbours=1", "nearest=1"}
 
 
 def test_features_and_code_that_stay_are_not_fitted_again(tmp_path, monkeypatch):
