@@ -258,6 +258,9 @@ def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, t
     assert predict.main(words) == 0
     mistaken = (~right & (table["true_class"] != "")).sum()
     assert len(re.findall(r'<li class="picture[^"]* mistaken"', page.read_text())) == mistaken
+    rows = printed.partition("taken for")[2]
+    shares = [float(share) for share in re.findall(r"^ *\S+ +\d+ +([\d.]+)", rows, re.MULTILINE)]
+    assert len(shares) == 10 and shares == sorted(shares)  # the worst first
 
 
 # The command -------------------------------------------------------------------------------------
@@ -292,6 +295,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     raw = f"raw logits give another class for {changed} images; wrote"
     assert f"50 more; {strange}; {raw}" in printed.out
     assert "answers by class Gaussians, right on" in printed.err and "--method=fdc" in printed.err
+    assert "--method=gaussians" not in printed.err
     table = pd.read_csv(output, dtype={name: str for name in said if "class" in name})
     same(table, said)
     text = page.read_text()
@@ -348,8 +352,10 @@ def test_bad_input_is_one_line(whole, files, tmp_path, capsys, monkeypatch, argu
     assert not list(tmp_path.glob("*.csv"))
 
 
-def test_quiet_prints_errors_alone(whole, files, tmp_path, capsys):
+def test_quiet_prints_errors_alone_and_names_five_classes(whole, files, tmp_path, capsys):
     images = [str(path) for path in files[:2]]
     output = tmp_path / "out.csv"
     assert predict.main([str(whole), *images, f"--output={output}", "--quiet"]) == 0
-    assert capsys.readouterr() == ("", "") and output.exists()
+    assert capsys.readouterr() == ("", "")
+    ranked = [name for name in pd.read_csv(output) if name.startswith("class")]
+    assert ranked == ["class", "class_2", "class_3", "class_4", "class_5"]
