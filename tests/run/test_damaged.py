@@ -115,6 +115,13 @@ def test_a_field_of_the_configuration_is_no_object(run):
         assert "config.json: config.classes_per_task: expected a value, found an o" in outcome(run)
 
 
+def test_a_record_with_an_impossible_value_is_named(run):
+    path = run / "tasks" / "task_001.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"task": -1}))
+    with pytest.raises(InputError, match=r"task_001.json: Expected `int` >= 0 - at `\$.task`"):
+        fdc_jax.open_run(run).read_records()
+
+
 def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
     good = shutil.copytree(run, tmp_path / "good")
     (run / "results.json").write_text("{}")
