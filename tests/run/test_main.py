@@ -3,6 +3,7 @@
 import random
 import shutil
 import signal
+import subprocess
 import time
 import traceback
 import types
@@ -61,9 +62,13 @@ def test_runs_killed_at_random_end_with_the_same_numbers(tmp_path, cache):
         workdir, kills = tmp_path / f"killed_{number}", 0
         while kills < 3:
             process = start(workdir, "--quiet", cache=cache)
-            if not small_runs.kill_after(process, rng.uniform(0.2, 0.9) * duration):
+            try:
+                process.communicate(timeout=rng.uniform(0.2, 0.9) * duration)
                 break
-            kills += 1
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                kills += 1
         assert kills > 0
         finish(start(workdir, "--quiet", cache=cache))
         small_runs.same_outcome(tmp_path / "whole", workdir)
