@@ -1,20 +1,18 @@
 """The command as a user meets it: exit codes, one line per mistake, exact resuming."""
 
 import random
+import re
 import shutil
 import signal
 import subprocess
 import time
-import traceback
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fdc_jax import command, evaluation
-from fdc_jax.errors import InputError, StopRequest
-from fdc_jax.learners.cumulative_lora import CumulativeLoRA
+from fdc_jax.errors import InputError
 from fdc_jax.posthoc import __main__ as posthoc
 from fdc_jax.run import seeds
 from tests import small_runs
@@ -171,20 +169,28 @@ def test_signals_count_from_the_start(tmp_path, cache):
     assert "Traceback" not in errors
 
 
-def test_five_frames_lead_from_the_command_to_the_loop_over_tasks(tmp_path, cache, monkeypatch):
-    def end(*_):
-        raise SystemExit(4)
+SHOWS = """
+import traceback
 
-    monkeypatch.setattr(CumulativeLoRA, "before_task", end)
-    given = {"config": small_runs.config(cache), "workdir": str(tmp_path / "run"), "quiet": True}
-    others = dict.fromkeys(("traceback", "dry_run", "distributed"))
-    monkeypatch.setattr(command, "FLAGS", types.SimpleNamespace(**given, **others))
-    with pytest.raises(SystemExit) as caught:
-        command.main(StopRequest(), [])
-    files = [Path(frame.filename) for frame in traceback.extract_tb(caught.tb)]
+from fdc_jax.learners import Learner
+
+
+class Shows(Learner):
+    def before_task(self, *arguments):
+        traceback.print_stack()
+        raise SystemExit(4)
+"""
+
+
+def test_five_frames_lead_from_the_command_to_the_loop_over_tasks(tmp_path, cache):
+    (tmp_path / "shows.py").write_text(SHOWS)
+    config = f"--config={small_runs.REPOSITORY / 'configs' / 'digits.py'}:shows"
+    process = start("run", config, "--quiet", cache=cache, cwd=tmp_path)
+    _, errors = finish(process, expected=4)
+    files = [Path(file) for file in re.findall('File "(.*)", line', errors)]
     ours = [file.name for file in files if "site-packages" not in file.parts]
-    assert ours[1 : ours.index("experiment.py") + 1] == [
-        *("command.py", "seeds.py", "seeds.py", "experiment.py")  # After main.py, the first.
+    assert ours[: ours.index("experiment.py") + 1] == [
+        *("main.py", "command.py", "seeds.py", "seeds.py", "experiment.py")
     ]
 
 
