@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import check_writable_folder, named_path, write_text
+from fdc_jax.machine.files import check_writable_folder, named_path, user_cache, write_text
 
 
 def write(
@@ -44,7 +44,10 @@ def write(
     # Plotting takes seconds to import, which other commands should not wait for.
     import tqdm
 
+    from fdc_jax.machine import devices
     from fdc_jax.report import classes, figures, page, pictures, reference, runs, tables
+
+    devices.keep_programs(user_cache())
 
     def say(text: str) -> None:
         if not quiet:

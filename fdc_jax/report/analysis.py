@@ -166,9 +166,15 @@ def _untrained(folder: Path) -> tuple[Any, dict[str, Int[np.ndarray, " n"]]]:
 def _diagnosed(folder: Path, settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns `diagnostics` of FDC by name; a single task has no similarity."""
     features = _features(folder)
-    fdc = features.fit(FDC(**settings))
+    fdc = _fitted(features, settings)
     possible = [name for name in names if name != "similarity" or len(features.tasks) > 1]
     return {name: getattr(diagnostics, name)(features, fdc) for name in possible}
+
+
+def _fitted(features: FeatureSet, settings: dict[str, Any]) -> FDC:
+    fdc = FDC(**settings)
+    fdc.doubts = None  # The run has named a head like chance.
+    return features.fit(fdc)
 
 
 def refitted(
@@ -180,7 +186,7 @@ def refitted(
     input ("PAC Neighborhood Size").
     """
     features = _features(folder)
-    fdc = features.fit(FDC(**{**settings, parameter: value}))
+    fdc = _fitted(features, {**settings, parameter: value})
     terms = fdc.terms(features.test_adapted, features.test_pretrained)
     scores = {parameter: terms.fuse()}
     if parameter == "neighbours":

@@ -11,6 +11,7 @@ import matplotlib
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy import ndarray
@@ -93,5 +94,12 @@ def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
 def svg(figure: Figure) -> str:
     """Returns a figure as SVG, the same text for the same figure."""
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    write(figure, "svg", file, {"Date": None, "Creator": None})
     return file.getvalue()
+
+
+def write(figure: Figure, kind: str, file: Any, metadata: dict[str, None]) -> None:
+    """Writes a figure as svg, pdf or png within `style()`; unlike `savefig`, draws it once."""
+    figure.dpi = matplotlib.rcParams["figure.dpi"]  # SVG and PDF leave another one.
+    canvas = get_registered_canvas_class(kind)(figure)
+    getattr(canvas, f"print_{kind}")(file, metadata=metadata)

@@ -298,7 +298,7 @@ def _drawn(function: Callable[[Any], Figure | None], shown: Any, number: int = 0
 def write(drawn: Drawing, folder: Path) -> None:
     """Writes a figure as SVG, PDF and PNG."""
     write_text(folder / f"{drawn.name}.svg", drawn.svg)
+    drawn.figure.set_facecolor("white")
     for kind, author in (("pdf", "CreationDate"), ("png", "Software")):
         with drawing.style(), write_atomically(folder / f"{drawn.name}.{kind}") as file:
-            look = {"format": kind, "facecolor": "white", "metadata": {author: None}}
-            drawn.figure.savefig(file, **look)
+            drawing.write(drawn.figure, kind, file, {author: None})

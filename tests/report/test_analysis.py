@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fdc_jax import calibration
 from fdc_jax.errors import InputError
 from fdc_jax.report import analysis, runs
 from tests.report.feature_sets import feature_set, reference_of, write_features
@@ -40,6 +41,16 @@ def test_a_sweep_is_the_reference_at_its_value(tmp_path, parameter, value, keywo
         name: pytest.approx(100 * np.mean(routed(features, **of)[1] == features.test_labels))
         for name, of in expected.items()
     }
+
+
+def test_a_report_does_not_repeat_the_warning_about_a_head_like_chance(tmp_path, caplog):
+    features = feature_set()
+    write_features(tmp_path, features)
+    features.fit(calibration.make("fdc"))
+    assert "hardly trained" in caplog.text
+    caplog.clear()
+    analysis.refitted(tmp_path, {}, "attenuation", 0.5)
+    assert not caplog.text
 
 
 def test_flags_name_settings_with_their_values():
