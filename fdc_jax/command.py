@@ -25,6 +25,9 @@ TITLE = "fdc_jax.run"
 FLAGS = flags.FLAGS
 
 
+_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
 class _Parser(flags.ArgumentParser):
     """Reads the values of a flag by a function."""
 
@@ -94,8 +97,14 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
     except InputError:
         raise
     except flags.Error as error:
-        own = error.__context__ if isinstance(error.__context__, InputError) else ""
-        raise InputError(f"--config: {own}" if own else " ".join(str(error).split())) from error
+        text = " ".join(str(error).split())
+        if isinstance(error.__context__, InputError):
+            text = f"--config: {error.__context__}"
+        elif wrong := re.fullmatch(r"flag --([\w.]+)=(.*?): (?:expected (.*)|.*)", text):
+            name, value, expected = wrong.groups()
+            expected = expected or _EXPECTED.get(values[name].parser.flag_type())
+            text = f"--{name}: expected {expected or f'--{name}.FIELD=VALUE'}, found {value!r}"
+        raise InputError(text) from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # of the name of a field
         near = re.search(r'mean "(\w+)" instead of "(\w+)"', str(error))
         unknown = near[2] if near else str(error).strip("'\"")

@@ -63,11 +63,11 @@ def _import(name: str) -> type[Learner]:
     except Exception as error:
         if isinstance(error, ImportError | ValueError) and getattr(error, "name", name) == name:
             raise InputError(
-                f"learner.name: expected one of {', '.join(names())} or an importable module, "
-                f"found {name!r} ({error}){nearest(name, names())}"
+                f"config.learner.name: expected one of {', '.join(names())} or an importable "
+                f"module, found {name!r} ({error}){nearest(name, names())}"
             ) from error
-        raise InputError(f"learner.name: {name}: {origin(error)}") from error
-    learner, field = _defined_in(module), f"learner.name: {name}:"
+        raise InputError(f"config.learner.name: {name}: {origin(error)}") from error
+    learner, field = _defined_in(module), f"config.learner.name: {name}:"
     if learner is None:
         raise InputError(f"{field} expected a class derived from Learner, found none")
     if section(name) in (*names(), "name", "preset"):
@@ -154,8 +154,8 @@ def check_state(name: str, method: str, before: Any, after: Any) -> None:
     """
     if different := difference(before, after):
         raise InputError(
-            f"learner.name: {name}: {method} must return a state like that of initial_state; "
-            f"{different}"
+            f"config.learner.name: {name}: {method} must return a state like that of "
+            f"initial_state; {different}"
         )
 
 
@@ -169,9 +169,9 @@ def difference(expected: Any, found: Any) -> str:
             for path, x in leaves
         }
 
-    wanted, present = kinds(expected), kinds(found)
-    for path in [*wanted, *present]:
-        if wanted.get(path) != present.get(path):
-            kind = f"expected {wanted.get(path, 'nothing')}, found {present.get(path, 'nothing')}"
-            return f"{escaped(path)[:80] or 'the root'}: {kind}"
+    by_path = kinds(expected), kinds(found)
+    for path in [*by_path[0], *by_path[1]]:
+        before, now = (tree.get(path, "nothing") for tree in by_path)
+        if before != now:
+            return f"{escaped(path)[:80] or 'the root'}: expected {before}, found {now}"
     return ""

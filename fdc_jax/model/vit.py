@@ -406,10 +406,10 @@ def build(
         InputError: a name is unknown, or the settings do not go together.
     """
     for field, value, known in (
-        ("encoder.variant", variant, VARIANTS),
-        ("data.input_range", input_range, (*INPUT_RANGES, "model")),
-        ("precision", precision, PRECISIONS),
-        ("encoder.attention", attention, ATTENTIONS),
+        ("config.encoder.variant", variant, VARIANTS),
+        ("config.data.input_range", input_range, (*INPUT_RANGES, "model")),
+        ("config.precision", precision, PRECISIONS),
+        ("config.encoder.attention", attention, ATTENTIONS),
     ):
         if isinstance(value, str) and value not in known:
             raise InputError(f"{field}: expected one of {', '.join(known)}, found {value!r}")
@@ -417,22 +417,24 @@ def build(
     patch = variant.patch
     if image_size != variant.image_size and (image_size < patch or image_size % patch):
         raise InputError(
-            f"encoder.image_size: expected a positive multiple of the patch size {patch}, "
+            f"config.encoder.image_size: expected a positive multiple of the patch size {patch}, "
             f"found {image_size}"
         )
     if input_range == "model" and variant.mean is None:
         raise InputError(
-            "data.input_range: expected a file with mean and deviation of the pre-training beside "
-            "encoder.weights, as model needs them, found none; put timm's config.json or Hugging "
-            "Face's preprocessor_config.json there, or set augreg ([-1, 1]) or pilot01 ([0, 1])"
+            "config.data.input_range: model expects a file with mean and deviation of the "
+            "pre-training beside config.encoder.weights, found none; put timm's config.json or "
+            "Hugging Face's preprocessor_config.json there, or set augreg ([-1, 1]) or pilot01 "
+            "([0, 1])"
         )
     possible = precision == "fast" and cudnn
     if attention == "auto":
         attention = "cudnn" if possible else "xla"
     if attention == "cudnn" and not possible:
         raise InputError(
-            "encoder.attention: cudnn needs precision=fast and NVIDIA GPUs from Ampere on, found "
-            f"precision={precision} and {'such' if cudnn else 'no such'} GPUs"
+            "config.encoder.attention: cudnn expects config.precision=fast and NVIDIA GPUs from "
+            f"Ampere on, found config.precision={precision} and {'such' if cudnn else 'no such'} "
+            "GPUs"
         )
     return VisionTransformer(variant, input_range, precision, attention)
 

@@ -65,7 +65,7 @@ def locate(
         return _existing(weights)
     if variant not in AUGREG_FILES:
         raise InputError(
-            f"encoder.weights: augreg expects encoder.variant to be one of "
+            f"config.encoder.weights: augreg expects config.encoder.variant to be one of "
             f"{', '.join(AUGREG_FILES)}, found {variant!r}"
         )
     name = AUGREG_FILES[variant]
@@ -106,16 +106,16 @@ def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Vari
         return layouts.describe(_read(path)[0], path, heads)
     if variant not in vit.VARIANTS:
         raise InputError(
-            f"encoder.variant: expected one of {', '.join(vit.VARIANTS)}, found {variant!r}"
+            f"config.encoder.variant: expected one of {', '.join(vit.VARIANTS)}, found {variant!r}"
         )
     return variant, vit.VARIANTS[variant]
 
 
 def _existing(weights: str) -> Path:
-    path = named_path("encoder.weights", weights)
+    path = named_path("config.encoder.weights", weights)
     if not path.is_file():
         raise InputError(
-            f"encoder.weights: expected 'augreg', 'digits' or a file, found no file {path}"
+            f"config.encoder.weights: expected 'augreg', 'digits' or a file, found no file {path}"
         )
     return path
 
@@ -128,7 +128,7 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
     """
     import pooch
 
-    by_hand = f"put the file from {url} at {path}, or set encoder.weights to its path"
+    by_hand = f"put the file from {url} at {path}, or set config.encoder.weights to its path"
     try:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.urlopen(request, timeout=30) as response:

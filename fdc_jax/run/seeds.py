@@ -198,7 +198,7 @@ def _explained(config: Config) -> Iterator[None]:
             methods.append(called[1])  # by the package, with arguments that it does not take
         if not methods and not isinstance(error, TypeError):  # as of a loss that is no number
             raise
-        text = f"learner.name: {name}: {errors.origin(error)}"
+        text = f"config.learner.name: {name}: {errors.origin(error)}"
         known = [name for name in methods if callable(getattr(learners.Learner, name, None))]
         if known:
             parameters = inspect.signature(getattr(learners.Learner, known[0])).parameters.values()

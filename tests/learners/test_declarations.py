@@ -110,7 +110,8 @@ STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}
     ],
 )
 def test_another_state_is_named(state, found):
-    with pytest.raises(InputError, match=rf"^learner.name: mine: after_task must return .*{found}"):
+    line = rf"^config.learner.name: mine: after_task must return .*{found}"
+    with pytest.raises(InputError, match=line):
         check_state("mine", "after_task", STATE, state)
 
 

@@ -237,7 +237,7 @@ def test_without_a_configuration_its_user_says_the_heads(tmp_path):
     save_file(plain_timm(192, depth=12), path)
     name, variant = recognise(path, 3)
     assert name == "Ti/16" and variant == dataclasses.replace(vit.VARIANTS["Ti/16"], **unknown)
-    with pytest.raises(InputError, match=r"data\.input_range: expected .*mean and deviation"):
+    with pytest.raises(InputError, match=r"data\.input_range: model expects .*mean and deviation"):
         vit.build(variant, 32, "model")
 
 

@@ -140,7 +140,7 @@ REFUSED = [
     (("Ti/16", 224, "pilot01", "double"), "precision: expected .*found 'double'"),
     (("Ti/16", 230), "encoder.image_size: expected .*found 230"),
     (("Ti/16", 224, "pilot01", "fast", "flash"), "encoder.attention: expected .*'flash'"),
-    (("Ti/16", 224, "pilot01", "fast", "cudnn"), "cudnn needs .* found .*fast and no"),
+    (("Ti/16", 224, "pilot01", "fast", "cudnn"), "cudnn expects .* found .*fast and no"),
 ]
 
 
