@@ -27,7 +27,7 @@ def main() -> None:
     """Runs the program that the first word of the command line names."""
     signal.signal(signal.SIGINT, end_at_once)
     import functools
-    import runpy
+    import importlib
 
     from fdc_jax.errors import did_you_mean, stop_on_signals
 
@@ -40,13 +40,10 @@ def main() -> None:
             from fdc_jax import command
 
             app.run(functools.partial(command.main, stop), flags_parser=command.parse)
-    elif name == "paper":  # by its name, under which Ray's workers import it
-        from fdc_jax import paper
-
-        sys.exit(paper.main())
     elif name in PROGRAMS:
         sys.path.append("")  # where a learner of the user's own may lie
-        runpy.run_module(f"fdc_jax.{name}", run_name="__main__")
+        module = f"{name}.__main__" if name in ("report", "posthoc") else name
+        sys.exit(importlib.import_module(f"fdc_jax.{module}").main())
     elif name == "--version":
         print(fdc_jax.__version__)
     elif name in ("-h", "--help"):

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,7 +170,3 @@ def _run(options: argparse.Namespace) -> None:
     write(options.workdir, options.out, options.weights, options.learner)
     if not options.quiet:
         print(f"wrote {options.out}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,6 @@ the heads. The report reads the result, `latency.json` in the work directory.
 import argparse
 import copy
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,7 +58,7 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
 
     @jax.jit
     def choose(features, tasks):
-        measured = own.measured(features, tasks, own.heads)
+        measured = own.measure(features, tasks, own.heads)
         switches = True, settings.rlc_weight, settings.pac_weight, False
         scores, rows = fdc.fuse(measured, tasks, terms.log_ratios, weights, switches)
         task = scores[:, : len(first)].argmax(axis=1)
@@ -151,7 +150,3 @@ def _run(options: argparse.Namespace) -> None:
             batch = f"{measured['images']} images on {measured['device']}"
             memory = "" if base else "; the memory of a processor is not measured"
             print(f"{folder}: {', '.join(parts)} for {batch}{memory}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from tabulate import tabulate
 
@@ -39,8 +39,8 @@ from fdc_jax.run.paths import RunPaths
 
 # The table of logit standardisation needs `ls`.
 _FLAGS_OF_ALL = {"--config.calibrators": "fdc,gaussians,ls", "--config.report": "False"}
-# The program of a run: it saves and ends when its standard input ends, as by its parent's death.
-# A scheduler signals parent and child, and a second signal would end the run at once.
+# The program of a run. It saves and ends if its standard input closes, as when its parent dies. It
+# waits first: a scheduler may have signalled both, and a second signal ends a run without saving.
 _PROGRAM = f"""import os, signal, sys, threading, time
 def end():
     os.read(0, 1)
@@ -52,7 +52,7 @@ sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from fdc_jax.__main__ import main
 main()"""
 _WORKER = ".worker"  # lock of a process of this command; `fdc run` has one of its own
-_LOST = 60  # seconds in which the run of a Ray worker that died may end
+_LOST = 60  # seconds in which the run of a dead Ray worker can save and end
 
 Outcome = tuple[int, str]  # exit code and last line of a run
 Ended: TypeAlias = "Iterator[tuple[Run, Outcome]]"
@@ -83,11 +83,6 @@ class Run(NamedTuple):
     def command(self) -> str:
         """The command that repeats the run."""
         return shlex.join(["python", "-m", "fdc_jax", "run", *self.words])
-
-    @property
-    def host(self) -> dict[str, Any]:
-        """The fields of its configuration that say something about this machine."""
-        return configuration.of_host(self.config)
 
     @property
     def results(self) -> dict[str, Any]:
@@ -282,10 +277,11 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
             with locked(run.folder / ".lock"):  # of an `fdc run` by hand
                 pass
             _say(f"{run}: {run.command}", quiet)
-            with open(run.folder / "log.txt", "a+b") as log:
+            path = run.folder / "log.txt"
+            with open(path, "ab") as log, open(path, "rb") as reader:
                 log.write(f"+ {run.command}\n".encode())
                 log.flush()
-                shown = log.tell()
+                reader.seek(0, os.SEEK_END)
                 child = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, "run", *run.words],
                     start_new_session=True,
@@ -294,19 +290,13 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
                     stderr=subprocess.STDOUT,
                 )
                 try:
-                    while child.poll() is None:
-                        stop.poll()
-                        with suppress(subprocess.TimeoutExpired):
-                            child.wait(0.5)
-                        log.seek(shown)
-                        for line in log.read().splitlines(keepends=True):
-                            shown += len(line) if line.endswith(b"\n") else 0
-                            if line.startswith(b"after task") and line.endswith(b"\n"):
-                                _say(f"{run}, {line.decode(errors='replace').rstrip()}", quiet)
+                    for line in _lines(child, reader, stop):
+                        if line.startswith("after task"):
+                            _say(f"{run}, {line.rstrip()}", quiet)
                 finally:
                     child.communicate()  # closes its standard input, so that it saves and ends
-                log.seek(0)
-                last = log.read().decode(errors="replace").rstrip().rpartition("\n")[2]
+                reader.seek(0)
+                last = reader.read().decode(errors="replace").rstrip().rpartition("\n")[2]
     except InUse:
         return None
     except InputError as error:
@@ -316,6 +306,19 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
     if child.returncode < 0:
         return 1, f"ended by {signal.Signals(-child.returncode).name}"
     return child.returncode, last
+
+
+def _lines(child: subprocess.Popen[bytes], log: BinaryIO, stop: StopRequest) -> Iterator[str]:
+    """Yields the lines that a process appends to its log, until it ends or `stop` asks for it."""
+    start = log.tell()
+    while child.poll() is None:
+        stop.poll()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(0.5)
+        log.seek(start)
+        while (line := log.readline()).endswith(b"\n"):
+            start += len(line)
+            yield line.decode(errors="replace")
 
 
 def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
@@ -382,7 +385,7 @@ def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) ->
 
 
 def _in_worker(run: Run, folder: str) -> Outcome:
-    """Runs a run in a worker of Ray; that of a worker that died may still be saving."""
+    """Runs a run in a Ray worker; the process of a dead worker may still be saving it."""
     os.chdir(folder)
     for _ in range(_LOST):
         if outcome := attempt(run, StopRequest()):
@@ -397,7 +400,6 @@ def _in_worker(run: Run, folder: str) -> Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, the code of the first run that failed, or an error's."""
     argv = sys.argv[1:] if arguments is None else arguments
-    sys.path.append("")  # where a learner of the user's own may lie
     program = errors.Program(
         "paper",
         "Make all runs of the paper and its tables; --config.FIELD=VALUE are those of fdc run.",
@@ -462,7 +464,7 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
             ):
                 measure_latency(usable, options.quiet, stop)
                 _say(f"writes {page}", options.quiet)
-                hosts = {run.benchmark: run.host for run in usable}
+                hosts = {run.benchmark: configuration.of_host(run.config) for run in usable}
                 with stop.at_once():
                     report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
         if not options.quiet:
@@ -481,7 +483,7 @@ def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None
             continue
         _say(f"{run}: measures the latency of inference", quiet)
         try:
-            _apart(_timed, run.folder, run.host, stop=stop)
+            _apart(_timed, run.folder, configuration.of_host(run.config), stop=stop)
         except Exception as error:  # The other tables do without.
             stop.poll()
             _say(f"{run}: latency is unknown: {errors.line(error)}")

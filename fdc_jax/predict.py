@@ -5,14 +5,11 @@
 Predictions are those of `fdc_jax.open_run(WORKDIR).predict`, written batch by batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib
 import heapq
 import operator
-import sys
 import time
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -257,7 +254,3 @@ def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str
 def _short(path: str) -> str:
     """Returns a file with its folder alone, so that the page names no path of a machine."""
     return "/".join(Path(path).parts[-2:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

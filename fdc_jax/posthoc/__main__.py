@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -262,7 +261,3 @@ def _lines(results: Mapping[str, Any], sizes: str) -> list[str]:
     table = tabulate(rows, header, "plain", disable_numparse=True, colalign=align)
     unit = "Accuracy in percent" + ", gains over raw in points" * bool(gains)
     return [f"{unit}; {sizes}", table, *notes]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
 """The command: run folders in, a folder with a page, tables and figures out."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from fdc_jax import report
@@ -42,7 +41,3 @@ def _write(options: argparse.Namespace) -> None:
     sweep = analysis.sweep_of(options.sweep) if options.sweep else None
     given = {"references": options.reference, "data": options.data, "quiet": options.quiet}
     report.write(options.runs, options.output, sweep=sweep, **given)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -298,10 +298,11 @@ def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_pat
     heavy = {"flax", "orbax", "tensorflow", "tensorflow_datasets", "grain", "optax", "PIL"}
     heavy |= {"fdc_jax.model", "fdc_jax.data", "fdc_jax.learners", "sklearn", "torch"}
     script = f"""
-import runpy, sys
-for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
+import sys
+from fdc_jax.__main__ import main
+for sys.argv[1:] in (["posthoc", *sys.argv[1:]], ["posthoc", "absent.npz"]):
     try:
-        runpy.run_module("fdc_jax.posthoc", run_name="__main__")
+        main()
     except SystemExit as ended:
         print(ended.code, sorted({heavy} & set(sys.modules)))
 """
@@ -373,6 +374,7 @@ def test_a_sweep_that_no_task_allows_is_one_line(source):
     assert "neighbours need as many classes with samples, found 2" in out
 
 
+@pytest.mark.ci
 def test_files_are_seeds_of_one_report(source, arrays, tmp_path, no_figures):
     rng, other = np.random.default_rng(0), tmp_path / "other"
     other.mkdir()
