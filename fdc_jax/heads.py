@@ -5,8 +5,6 @@ Calibration"). All heads are affine in h or in h/|h|: `head.affine` is that form
 NumPy or JAX, and the results likewise.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, TypeAlias
 
 import jax

@@ -14,6 +14,7 @@ from tests import small_runs
 from tests.learners import toy
 
 
+@pytest.mark.ci
 def test_a_program_in_64_bit_mode_gets_the_same_numbers(whole, half, cache, tmp_path):
     """Also of a run that began in 32 bits."""
 

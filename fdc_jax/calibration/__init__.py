@@ -5,8 +5,6 @@ All have the interface of `Calibrator`. `make` returns one by its name in `METHO
 reads a file of `Calibrator.save`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

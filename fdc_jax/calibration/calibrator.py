@@ -1,7 +1,5 @@
 """The interface and the scores that FDC, the class Gaussians and all comparators share."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence
@@ -210,9 +208,9 @@ class Calibrator:
 
         Of several heads that replace others, `first` is the first one.
         """
-        name = inputs.name_of(part := "head" if first is None else "final head", task)
+        part = "head" if first is None else "final head"
         if head is None and self.needs_heads:
-            raise InputError(f"{name}: missing, which {self.name} reads")
+            raise inputs.missing(part, task, self.name)
         if head is None:
             return None
         known = [other for other in (first, *self.heads, head) if other is not None]

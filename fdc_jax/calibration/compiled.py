@@ -1,7 +1,5 @@
 """JAX helpers of all calibrators: few shapes, rows in blocks, and principal directions."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,9 +18,9 @@ ROWS = (64, 512)
 
 
 def padded_size(size: int, least: int = 1) -> int:
-    """Returns one of few sizes, at least `size` and `least`.
+    """Returns the smallest of a few sizes that is at least `size` and `least`.
 
-    There are four per doubling, and eight from 64 on, where at most an eighth is padding.
+    There are four sizes per doubling up to 64, then eight, so that at most an eighth is padding.
     """
     size = max(size, least)
     step = max(1, 2 ** (size.bit_length() - (3 if size < 64 else 4)))
@@ -54,10 +52,10 @@ def squared_norm(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
 
 
 class Blocks:
-    """Features on the device, a block of rows at a time, padded with zero rows to few sizes.
+    """Features on the device in blocks of rows, padded with zero rows to one of few sizes.
 
-    NumPy arrays are moved once, memory maps in each pass, and JAX arrays stay where they are. If
-    devices share the rows of an array, each block has equally many rows of each of these `shards`.
+    NumPy arrays are moved to the device once, memory maps in each pass; JAX arrays stay in place.
+    If rows are sharded over devices, each block has equally many rows of each shard.
     """
 
     def __init__(self, features: Any, shards: int = 1):
@@ -79,14 +77,14 @@ class Blocks:
     def split_like(
         self, values: Any, kind: type = np.int32, fill: float = -1
     ) -> Iterator[Int[np.ndarray, "rows ..."]]:
-        """Yields the values of each block's rows on the host; of labels -1 for padding rows."""
+        """Yields values [n, ...] in the same blocks, on the host; padding rows have `fill`."""
         by_shard = values.reshape(self.shards, len(values) // self.shards, *values.shape[1:])
         for start in self.starts:
             parts = np.asarray(by_shard[:, start : start + self.rows], kind)
             yield np.concatenate([padded(part, self.rows, fill) for part in parts])
 
     def gather(self, results: Sequence[Any]) -> Any:
-        """Returns trees of arrays [n, ...] on the host from those of every block."""
+        """Merges the results of all blocks into trees of host arrays [n, ...] without padding."""
         count = len(self.features)
 
         def whole(*parts: np.ndarray) -> np.ndarray:
@@ -125,7 +123,7 @@ def map_blocks(function: Callable[..., Any], *columns: Iterable[Any]) -> list[An
 
 
 def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]) -> Any:
-    """Returns a tree of arrays [n, ...], a kernel's results from `fitted` and rows of views."""
+    """Returns a tree of arrays [n, ...]: `kernel(fitted, *views)`, computed in blocks of rows."""
     columns = blocks_of(views)
     return columns[0].gather(map_blocks(partial(jax.jit(kernel), fitted), *columns))
 
@@ -144,10 +142,11 @@ def principal(
     means: Sequence[Any],
     rank: Callable[[Float[np.ndarray, " k"]], int],
 ) -> list[Float[np.ndarray, "r d"]]:
-    """Returns the leading principal directions of each view: `rank` of the energies, descending.
+    """Returns the leading principal directions of each view.
 
-    With n < d the inner products X X' are smaller than the scatter X' X: if X X' v = s v, then X' v
-    is a direction of X' X. Views of one shape are decomposed together.
+    `rank` returns their number from the energies in descending order. With n < d the inner products
+    X X' are smaller than the scatter X' X: if X X' v = s v, then X' v is a direction of X' X. Views
+    of one shape are decomposed together.
     """
     matrices, centred_rows = [], []
     for view, mean in zip(views, means, strict=True):
@@ -178,9 +177,9 @@ def principal(
 def _separated(
     vectors: Float[np.ndarray, "k k"], matrix: Float[np.ndarray, "k k"], count: int
 ) -> Float[np.ndarray, "k k"]:
-    """Returns eigenvectors; 16 on each side of row `count` are decomposed again in float64.
+    """Returns eigenvectors as rows, up to 16 on each side of row `count` recomputed in float64.
 
-    In float32 eigenvectors of nearly equal eigenvalues mix, there kept ones with discarded ones.
+    Eigenvectors of nearly equal eigenvalues mix in float32: kept directions with discarded ones.
     """
     some = slice(max(count - 16, 0), count + 16)
     near = vectors[some].astype(float)

@@ -12,8 +12,6 @@ hat matrix gives in closed form. The hat matrix also gives the error on the mean
 of its images are held out. Products of rows are float32, their sums and all solves float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ pretrained view (0, index 1) is E_0. Features are rows [n, d], and U_t is rows [
 in float32, with products of the highest precision; moments are float64 on the host.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -81,7 +79,7 @@ def retained_rank(variances: Float[np.ndarray, " k"], share: float, count: int) 
     return min(int(short.sum()) + 1, count - 1, len(variances))
 
 
-def moments(values: Float[np.ndarray, ...]) -> tuple[float, float]:
+def moments(values: Float[np.ndarray, "..."]) -> tuple[float, float]:
     """Returns the mean and the population standard deviation, at least 1e-6."""
     wide = values.astype(float)
     return float(wide.mean()), max(float(wide.std()), SCALE_FLOOR)
@@ -189,9 +187,9 @@ def pack(tasks: Any, counts: Any, heads: Any, gamma: float, pad: bool = True) ->
     return views
 
 
-def standardised(values: Any, moments: Any) -> Any:
-    """Returns u_t of rho_t, or -q_t of 1 - A_t, by their moments (Eq. residual, Eq. par)."""
-    return (values - moments[..., 0]) / moments[..., 1]
+def standardised(values: Any, mean_std: Any) -> Any:
+    """Returns u_t of rho_t, or -q_t of 1 - A_t, from their moments (Eq. residual, Eq. par)."""
+    return (values - mean_std[..., 0]) / mean_std[..., 1]
 
 
 def foreign_residuals(view: Blocks, earlier: Sequence[View]) -> Float[np.ndarray, "earlier n"]:
@@ -202,8 +200,8 @@ def foreign_residuals(view: Blocks, earlier: Sequence[View]) -> Float[np.ndarray
         means, bases = statistics.subspaces(group, TASKS_AT_ONCE)
         kernel = partial(residual_ratios, means=means, bases=bases)
         ratios = view.gather(compiled.map_blocks(kernel, view))[:, : len(group)]
-        own = np.array([task.residual for task in group], np.float32)
-        groups.append(standardised(ratios, own).T)
+        mean_std = np.array([task.residual for task in group], np.float32)
+        groups.append(standardised(ratios, mean_std).T)
     return np.concatenate(groups)
 
 
@@ -301,15 +299,15 @@ class Terms(NamedTuple):
 
     def standardised(self, view: int) -> tuple[Float[np.ndarray, "n tasks"], ...]:
         """Returns u_t and q_t in one view."""
-        own, count = jax.device_get(self.tasks[view]), len(self.classes)
-        q = -standardised(self.column("distance", view), own.distance[:count])
-        return standardised(self.column("residual", view), own.residual[:count]), q
+        tasks, count = jax.device_get(self.tasks[view]), len(self.classes)
+        q = -standardised(self.column("distance", view), tasks.distance[:count])
+        return standardised(self.column("residual", view), tasks.residual[:count]), q
 
     def by_class(self) -> Float[np.ndarray, "n classes"]:
         """Returns S_t - (largest filtered logit of t - the class's own); not in the paper."""
         logits = self.column("filtered")
         scores = logits + (self.fuse().task_scores - logits.max(axis=-1))[..., None]
-        return np.hstack([scores[:, t, : len(own)] for t, own in enumerate(self.classes)])
+        return np.hstack([scores[:, t, : len(rows)] for t, rows in enumerate(self.classes)])
 
 
 class FDC(Calibrator):
@@ -340,24 +338,24 @@ class FDC(Calibrator):
         pairs = [mean_and_prototypes(view, rows, len(given.classes)) for view in blocks]
         bases = pca(blocks, rows, [mean for mean, _ in pairs], self.settings.retained_energy)
         views = [View(mean, basis, p) for (mean, p), basis in zip(pairs, bases, strict=True)]
-        # The task against itself; `measure` does not read the moments, which follow.
+        # Lines 6 and 10, the task against itself; `measure` does not read the moments.
         gamma, head = self.settings.attenuation, [given.head]
         alone = pack([Task(views)], [given.counts], head, gamma, pad=False)
-        own = blocks[0].gather(self._by_block(blocks, alone, head))
-        for index, (view, measured) in enumerate(zip(views, own, strict=True)):
+        by_view = blocks[0].gather(self._by_block(blocks, alone, head))
+        for index, (view, measured) in enumerate(zip(views, by_view, strict=True)):
             residual, (mean, std) = moments(measured.residual), moments(measured.distance)
             views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
             if residual[1] <= SCALE_FLOOR and len(view.basis) < len(view.mean):
                 name = inputs.name_of(f"{inputs.VIEWS[index]} features", given.task)
                 reason = f"residual ratios of its samples ({len(rows)}) do not vary"
                 _LOGGER.warning(f"{name}: {reason}, and dominate RLC's foreign reference")
-        scales = [moments(z.max(axis=-1))[1] for z in (own[0].raw, own[0].filtered)]  # Line 10.
+        scales = [moments(z.max(axis=-1))[1] for z in (by_view[0].raw, by_view[0].filtered)]
         foreign = [list(residuals) for residuals in self.foreign or [[] for _ in blocks]]
         for index, block in enumerate(blocks if self.tasks else []):  # Line 7.
             earlier = [task.views[index] for task in self.tasks]
             foreign[index].append(foreign_residuals(block, earlier))
         self.tasks, self.foreign, self.references = [*self.tasks, Task(views, *scales)], foreign, []
-        self._append(given, own[0].raw[:, 0].argmax(axis=1))
+        self._append(given, by_view[0].raw[:, 0].argmax(axis=1))
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC, and with `release` discards F^v, as line 13 does."""
@@ -381,14 +379,14 @@ class FDC(Calibrator):
     def _packed(self) -> list[PackedTasks]:
         return pack(self.tasks, self.counts, self.heads, self.settings.attenuation)
 
-    def measured(self, views: Sequence[Array], tasks: Any, heads: Any) -> list[Measured]:
-        """Returns the measurements of a batch by view; other functions may compile it."""
+    def measure(self, views: Sequence[Array], tasks: Any, heads: Any) -> list[Measured]:
+        """Returns `measure` of a batch by view; other functions may compile it."""
         settings = self.settings.attenuation, self.settings.neighbours, heads[0].affine.normalised
         return [measure(*pair, *settings) for pair in zip(views, tasks, strict=True)]
 
     def _by_block(self, blocks: Sequence[Blocks], tasks: list[PackedTasks], heads: Any) -> Any:
         """Returns measurements by block and view."""
-        return compiled.map_blocks(lambda *views: self.measured(views, tasks, heads), *blocks)
+        return compiled.map_blocks(lambda *views: self.measure(views, tasks, heads), *blocks)
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 15 to 20)."""

@@ -185,6 +185,8 @@ class Gaussians(Calibrator):
 
     def __init__(self, view: str = ""):
         super().__init__()
+        if view not in ("", "pretrained"):
+            raise InputError(f"gaussians: view: expected '' or 'pretrained', found {view!r}")
         self.view = view
         self.views: list[ViewClasses] = []
         self.compensated: bool | None = None
@@ -198,8 +200,7 @@ class Gaussians(Calibrator):
         widths = [view.shape[1] for view in given.views]
         if self.view:  # The pretrained encoder is that before each task, too.
             if len(widths) < 2:
-                name = inputs.name_of("pretrained features", given.task)
-                raise InputError(f"{name}: missing, which {self.name} reads")
+                raise inputs.missing("pretrained features", given.task, self.name)
             given = given._replace(views=given.views[1:], previous=given.views[1])
         fitted, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         if given.task:

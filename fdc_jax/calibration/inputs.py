@@ -4,8 +4,6 @@ Arrays come from NumPy (memory maps included), JAX, or any library that offers `
 `__dlpack__`. Error messages count tasks from 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +25,11 @@ VIEWS = ("adapted", "pretrained")
 def name_of(part: str, task: int) -> str:
     """Returns the name of an input of a task, such as "labels", in messages."""
     return f"{part} of task {task} (from 0)"
+
+
+def missing(part: str, task: int, calibrator: str) -> InputError:
+    """Returns the error about an input of a task that a calibrator of a name reads."""
+    return InputError(f"{name_of(part, task)}: missing, which {calibrator} reads")
 
 
 def host_array(value: Any, name: str) -> np.ndarray:
@@ -89,7 +92,7 @@ def check_real(array: np.ndarray, name: str) -> None:
         raise InputError(f"{name}: expected real numbers, found {array.dtype}")
 
 
-def float32(array: np.ndarray) -> Float[np.ndarray, ...]:
+def float32(array: np.ndarray) -> Float[np.ndarray, "..."]:
     """Returns an array in float32; numbers beyond its range become infinite."""
     with np.errstate(over="ignore"):
         return np.asarray(array, dtype=np.float32)

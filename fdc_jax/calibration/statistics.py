@@ -1,7 +1,5 @@
 """Settings of FDC, rows of the paper's ablation, and statistics of tasks as FDC keeps them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial

@@ -4,8 +4,6 @@ Arrays of a number type are concatenated. `tree` is JSON, with the offset and sh
 and with numbers, texts and None themselves. A checksum covers the tree and the arrays.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Zip and tar archives, unpacked once into the cache."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

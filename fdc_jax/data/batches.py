@@ -4,8 +4,6 @@ A counter-based generator draws all random numbers from (seed, task, epoch). Nei
 threads nor the step at which a run resumes changes a batch.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import threading

@@ -1,7 +1,5 @@
 """The table of benchmarks, class orders, task sizes, and the check of data against the table."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

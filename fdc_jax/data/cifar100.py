@@ -1,7 +1,5 @@
 """CIFAR-100's official binary archive: download and reader, without pickle."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The common form of a data set: labels, names, and images by index."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ Within each class, in the order of the file, images 2, 5, 8, ... (counted from 0
 so that about one third of every class is held out.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 

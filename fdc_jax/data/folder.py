@@ -4,8 +4,6 @@ Hashes stay in the cache with size and modification time of their file, so that 
 changed images are decoded again.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import hashlib

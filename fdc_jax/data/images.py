@@ -5,8 +5,6 @@ are turned upright as their EXIF data say, and transparent pixels are put on whi
 pixels as they are stored, as PILOT does. Grey of 12 or 16 bits is scaled to 8 bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

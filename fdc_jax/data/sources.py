@@ -1,7 +1,5 @@
 """Sources of images: a folder or an archive, data prepared by TFDS, CIFAR-100, the digits."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The stream of a run: its images, divided into tasks of disjoint classes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -4,8 +4,6 @@ TensorFlow is neither needed nor imported: array_record files are read by random
 files by the offsets of their records.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -37,7 +37,7 @@ def render(
         groups: finished runs, a section per group.
         skipped: reasons by folder that cannot be used.
         compared: tables over all groups.
-        drawings: all figures; those of a run itself stand in the section of its group.
+        drawings: figures that compare groups, and figures of one group for its section.
         shown: pictures by group.
         classes: counts by class and group, None if there is no page of classes.
     """

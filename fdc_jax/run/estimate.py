@@ -179,4 +179,6 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{max(seconds, 1):.0f} s"
     minutes, hours = seconds / 60, seconds / 3600
-    return f"{hours:,.{int(hours < 100)}f} h" if hours >= 1 else f"{minutes:.1f} min"
+    if hours < 1:
+        return f"{minutes:.1f} min"
+    return f"{hours:.1f} h" if hours < 100 else f"{hours:,.0f} h"

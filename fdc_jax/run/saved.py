@@ -213,7 +213,7 @@ class Run(RunPaths):
 
     @property
     def unfinished(self) -> str:
-        """How far a run without results is, and where its answer before training is."""
+        """Progress of a run without results, with the folder of its answer before training."""
         before, done = self.answering().folder, counted(len(self.recorded_tasks()), "task")
         hint = f"; {before} has its answer before training" * (before != self.folder)
         return f"unfinished: no results.json, {done} done{hint}"
@@ -231,8 +231,9 @@ class Run(RunPaths):
         The class Gaussians, which state their confidence; without them FDC; else any.
         """
         if not self.calibrators:
-            begun = "stopped before the first answer; repeat the command of the run"
-            reason = "expected a calibrator, found none" if self.results else begun
+            reason = "stopped before the first answer; repeat the command of the run"
+            if self.results:
+                reason = "expected a calibrator, found none"
             raise InputError(f"{self.folder}: {reason}")
 
         def rank(name: str) -> tuple[bool, bool]:
@@ -299,8 +300,8 @@ class Run(RunPaths):
     def predictions(self) -> dict[str, np.ndarray]:
         """Columns of `predictions.npz`, a row per test image, checked."""
         columns, results = read_npz(self.predictions_file), self.results or {}
-        for name in sorted({"label", "task"} - columns.keys()):
-            raise InputError(f"{self.predictions_file}: expected the column {name}, found none")
+        if absent := sorted({"label", "task"} - columns.keys()):
+            raise InputError(f"{self.predictions_file}: expected column {absent[0]}, found none")
         limits = {"task": self.num_tasks, "label": results.get("num_classes", sum(self._planned))}
         rows = results.get("num_test_images", columns["label"].size)
         for name, column in columns.items():

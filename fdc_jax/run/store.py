@@ -93,8 +93,8 @@ class Store(RunPaths):
         """Returns True if the run has all known classes and tasks, and perhaps more.
 
         Raises:
-            InputError: only the images have changed, and classes that the run knows are gone or
-                have other images.
+            InputError: only the images have changed, and a class that the run knows is gone or has
+                other images.
         """
         known, now = known_of(saved), own[CLASSES]
         changed = [name for name in known.classes if known.classes[name] != now.get(name)]
@@ -149,7 +149,7 @@ class Store(RunPaths):
         """
         if num_tasks == 0 and self.results_file.exists():
             raise InputError(
-                f"{self.folder} holds a finished run, and no checkpoint to go on from; remove "
+                f"{self.folder} holds a finished run, and no checkpoint to resume from; remove "
                 f"{self.results_file} to train again"
             )
         for task in self.recorded_tasks():

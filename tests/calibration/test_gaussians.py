@@ -253,6 +253,12 @@ def test_previous_features_come_for_all_tasks_or_for_none(first):
     assert found.num_tasks == 2
 
 
+@pytest.mark.parametrize("view", ["adapted", "both", None])
+def test_unknown_views(view):
+    with pytest.raises(InputError, match="gaussians: view: expected '' or 'pretrained', found"):
+        gaussians.Gaussians(view)
+
+
 def test_images_without_variation_move_the_classes():
     tasks = streams.stream(6, 3)
     found = fitted(tasks[:2], streams.previous_of(tasks[:2]))

@@ -98,7 +98,7 @@ def test_predictions_have_true_labels_and_tasks(run, name):
     columns = small_runs.predictions(run)
     del columns[name]
     np.savez(run / "predictions.npz", **columns)
-    line = f"{run}/predictions.npz: expected the column {name}, found none"
+    line = f"{run}/predictions.npz: expected column {name}, found none"
     assert outcome(run) == (line if name in ("label", "task") else None)
 
 

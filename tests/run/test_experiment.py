@@ -30,6 +30,7 @@ def test_stopped_in_every_task_it_ends_the_same(whole, cache, tmp_path):
     small_runs.nothing_done_twice(tmp_path / "run")
 
 
+@pytest.mark.ci
 def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
     """Size, mean and deviation, too; the same command finds the run finished."""
     file = encoders.FOLDER / "hf_clip" / "model.safetensors"

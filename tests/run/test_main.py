@@ -213,6 +213,7 @@ def test_a_file_of_flags_may_name_another(tmp_path):
         command.configured([f"--flagfile={outer}", "--config.train.epochs=4"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["rsiat", "loda"])  # with a schedule of its own; an update
 def test_a_plan_times_the_steps_of_any_learner(name, cache, tmp_path):
     plan = seeds.check(small_runs.config(cache, learner__name=name), str(tmp_path / "run"))
@@ -220,6 +221,7 @@ def test_a_plan_times_the_steps_of_any_learner(name, cache, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.ci
 def test_several_seeds(tmp_path, cache, capsys):
     config, workdir = small_runs.config(cache, seed=(1, 2), train__epochs=1), tmp_path / "run"
     found = seeds.run(config, str(workdir))

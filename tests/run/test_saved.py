@@ -155,7 +155,10 @@ print(codes)
 
 @pytest.mark.parametrize(
     ("kind", "benchmark"),
-    [("run", "photos"), pytest.param("export", "cifar100", marks=pytest.mark.slow)],
+    [
+        pytest.param("run", "photos", marks=pytest.mark.ci),
+        pytest.param("export", "cifar100", marks=pytest.mark.slow),
+    ],
 )
 def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path, kind, benchmark):
     """No cache, images or weights that it names are read, and nothing is downloaded."""

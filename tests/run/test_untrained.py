@@ -84,6 +84,7 @@ def test_a_run_answers_before_it_trains(
     assert before["confidence"].tolist() != after["confidence"].tolist()
 
 
+@pytest.mark.ci
 def test_a_resumed_run_counts_the_rest_and_a_task_of_one_class_trains_nothing(
     cache, tmp_path, capsys
 ):

@@ -5,8 +5,6 @@ routers that keep the heads' classes, `_adjust` and `_task_score`. Moments are f
 products over samples are float32.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import cached_property
 from typing import Any
@@ -47,8 +45,7 @@ class Comparator(Calibrator):
     def _fit(self, given: inputs.TaskInput) -> None:
         index = inputs.VIEWS.index(self.view)
         if index >= len(given.views):
-            name = inputs.name_of("pretrained features", given.task)
-            raise InputError(f"{name}: missing, which {self.name} reads")
+            raise inputs.missing("pretrained features", given.task, self.name)
         features = inputs.float32(given.views[index])
         # Rows of `_collect` number the classes that have samples.
         _, rows = np.unique(given.rows, return_inverse=True)

@@ -5,8 +5,6 @@ numbers beyond float32. The statistics have a float32 factor F with S^-1 = F F':
 F|^2 is a sum of squares, which float32 computes without cancellation.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -69,16 +67,16 @@ class Mahalanobis(Comparator):
 
 
 class FeCAM(Comparator):
-    """Score of class c: minus a Mahalanobis distance under the class's own correlation matrix.
+    """Score of class c: minus a Mahalanobis distance with the correlation matrix of the class.
 
-    Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions" (2023), as the
-    authors' script for ViTs has it: features are normalised first; S_c is the sample covariance
-    (divisor n - 1) of the class plus its mean diagonal on the diagonal, R_c that as a correlation
-    matrix, and the distance (g/|g| - m_c)' R_c^-1 (g/|g| - m_c) with m_c not renormalised.
+    Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions" (2023), as in the
+    authors' script for ViTs. Features have unit length. S_c is the sample covariance of the class
+    (divisor n - 1) plus its mean diagonal on the diagonal, and R_c its correlation matrix. The
+    distance is (g/|g| - m_c)' R_c^-1 (g/|g| - m_c); the mean m_c is not normalised again.
 
-    With far fewer images per class than dimensions, the formula can rank the class of a sample
-    last: R_c then has small eigenvalues along the directions of the class. A class of one image has
-    S_c = 0; if nothing varies, R_c is the identity.
+    If a class has far fewer images than features have dimensions, R_c has small eigenvalues along
+    the directions of the class, and the class of a sample can rank last. A class with a single
+    image has S_c = 0. If no feature varies, R_c is the identity.
     """
 
     name = "fecam"

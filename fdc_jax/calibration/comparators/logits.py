@@ -1,7 +1,5 @@
 """Comparators that choose the task by logits of the heads; its head predicts the class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ Gram matrix of thousands of correlated features has a condition number far beyon
 largest array by far: products are added a tile at a time, and the solve makes one copy.
 """
 
-from __future__ import annotations
-
 from functools import cached_property, lru_cache
 from typing import Any
 
