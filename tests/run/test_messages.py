@@ -19,7 +19,7 @@ COMMAND_LINE = {
     "--config=digits --config.classes_per_task=five": "expected a whole number, or .*, found .five",
     "--config=digits --config.learner.slca.rate=1": "--config.learner.slca.rate: no such field",
     "--config=digits --config.seed=1 --config.seed=2": "^--config.seed is given twice",
-    "--config=digits --config.train.epochs=x": "epochs: expected a whole number, found",
+    "--config=digits --config.train.epochs=x": "epochs: expected a whole number, found .x",
     "--config=digits --config.fdc.attenuation=x": "^--config.fdc.attenuation: expected a number, ",
     "--config=digits --config.report=maybe": "^--config.report: expected true or false, found .maybe",
     "--config=digits --config.train=5": "expected --config.train.FIELD=VALUE, found .5",
