@@ -21,7 +21,7 @@ COMMAND_LINE = {
     "--config=digits --config.seed=1 --config.seed=2": "^--config.seed is given twice",
     "--config=digits --config.train.epochs=x": "epochs: expected a whole number, found .x",
     "--config=digits --config.fdc.attenuation=x": "^--config.fdc.attenuation: expected a number, ",
-    "--config=digits --config.report=maybe": "^--config.report: expected true or false, found .maybe",
+    "--config=digits --config.report=maybe": "^--config.report: expected true or false, ",
     "--config=digits --config.train=5": "expected --config.train.FIELD=VALUE, found .5",
     "--config=digits surplus": "unexpected argument surplus",
     "--config=digits --flagfile=/dev/zero": "--flagfile=/dev/zero: expected a regular file",
