@@ -30,7 +30,7 @@ def unpack(archive: Path, cache: Path) -> Path:
 
     Raises:
         InputError: the file is no archive, is damaged, would write outside the folder, or would
-            need more than the free disk or `_LARGEST_RATIO` times its size.
+            need more than the free disk space or `_LARGEST_RATIO` times its size.
     """
     status = archive.stat()
     state = f"{os.path.abspath(archive)} {status.st_size} {status.st_mtime_ns}"
@@ -39,12 +39,12 @@ def unpack(archive: Path, cache: Path) -> Path:
     if folder.is_dir():
         return folder
     with write_folder_atomically(folder) as unfinished:
-        room = shutil.disk_usage(unfinished).free
+        free = shutil.disk_usage(unfinished).free
         allowed = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * status.st_size)
         try:
-            for size in itertools.accumulate(_extracted(archive, unfinished)):
-                if size > min(room, allowed):
-                    limit = f"the {room:,} that are free" if room < allowed else f"{allowed:,}"
+            for total in itertools.accumulate(_extracted(archive, unfinished)):
+                if total > min(free, allowed):
+                    limit = f"the {free:,} that are free" if free < allowed else f"{allowed:,}"
                     raise InputError(f"{archive}: expected at most {limit} bytes when unpacked")
         except InputError:
             raise
@@ -59,14 +59,14 @@ def unpack(archive: Path, cache: Path) -> Path:
 
 
 def _extracted(archive: Path, destination: Path) -> Iterator[int]:
-    """Unpacks an archive file by file; yields the size of a file before it is written."""
+    """Yields the size in bytes of every file in an archive, before the file is unpacked."""
     with open_regular(archive) as file:
         start = file.read(1024)
     if start.startswith(b"PK\x03\x04") or zipfile.is_zipfile(archive):
         with open_regular(archive) as file, zipfile.ZipFile(file) as packed:
             check_directory(file, packed.namelist())
             for member in packed.infolist():
-                member.filename = member.filename.replace("\\", "/")  # of programs for Windows
+                member.filename = member.filename.replace("\\", "/")  # Windows writes backslashes
                 yield member.file_size
                 packed.extract(member, destination)
     elif tarfile.is_tarfile(archive):

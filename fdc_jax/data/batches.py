@@ -47,10 +47,10 @@ class Batch(NamedTuple):
 
 
 class ByteCache:
-    """Pixels under keys that start with their kind, up to a limit in bytes; for many threads.
+    """A thread-safe cache of pixels with a limit in bytes; keys start with a kind of pixels.
 
     Pixels are kept if they fit, and never replaced: every epoch reads images in a new order, so
-    that the oldest are as useful as others.
+    that old pixels are as useful as new ones.
     """
 
     def __init__(self, max_bytes: int):
@@ -137,19 +137,19 @@ class _Batches:
         batch.labels[: len(rows)] = self.labels[rows]
         batch.weights[: len(rows)] = 1.0
 
-        own = np.arange(len(rows))
+        own_slots = np.arange(len(rows))
         if self.own_rows is not None:
-            own = own[self.own_rows[: len(rows)]]
+            own_slots = own_slots[self.own_rows[: len(rows)]]
 
         def fill(slots: Int[np.ndarray, " k"]) -> None:
             for slot in slots:
                 batch.images[slot] = transform(int(rows[slot]))
 
-        jobs = [own[first :: self.workers] for first in range(self.workers)]
+        jobs = [own_slots[first :: self.workers] for first in range(self.workers)]
         return batch, [pool.submit(fill, job) for job in jobs]
 
     def _finish(self, batch: Batch, jobs: list[Future[None]]) -> Batch:
-        """Returns a batch when its jobs are done, and counts the seconds of waiting."""
+        """Returns a batch when its jobs are done; adds the wait to `input_wait_seconds`."""
         start = time.perf_counter()
         for job in jobs:
             job.result()
@@ -192,8 +192,8 @@ class TrainBatches(_Batches):
         for step in range(self.start_step, self.num_steps):
             epoch, position = divmod(step, self.steps_per_epoch)
             if position == 0 or step == self.start_step:
-                drawn = len(self.indices), self.seed, self.task, epoch
-                order, uniforms = epoch_permutation(*drawn), epoch_uniforms(*drawn)
+                coordinates = len(self.indices), self.seed, self.task, epoch
+                order, uniforms = epoch_permutation(*coordinates), epoch_uniforms(*coordinates)
             rows = order[position * self.batch_size :][: self.batch_size]
             yield rows, self._transform(uniforms)
 

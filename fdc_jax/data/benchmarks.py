@@ -91,9 +91,9 @@ def task_sizes(
 ) -> tuple[int, ...]:
     """Returns the number of classes of each task; InputError if the sizes do not add up.
 
-    `wanted` has the sizes, or is one size for all tasks (the last may be smaller); 0 is the
-    benchmark's size, or for other data a fifth of the classes, at least 2. Sizes of tasks of an
-    earlier process stay if `wanted` is one number.
+    `wanted` lists the sizes, or is one size for all tasks (the last task may be smaller); 0 is the
+    benchmark's size or, for other data, a fifth of the classes, at least 2. If `wanted` is one
+    number, the tasks of an earlier process keep their sizes.
     """
     field = "config.classes_per_task: expected"
     if not isinstance(wanted, int):

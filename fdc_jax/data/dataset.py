@@ -22,13 +22,13 @@ TEST_NAMES = ("test", "val", "validation")
 
 @dataclasses.dataclass
 class Skipped:
-    """Paths that a search for images skips, or that deserve a look, by reason."""
+    """Paths that a search for images skips or reports, by reason."""
 
     paths: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     OTHER: ClassVar[str] = "files without the suffix of an image"
 
     def add(self, reason: str, path: Sequence[str]) -> None:
-        """Adds a path by its names below the folder of the search."""
+        """Adds a path, given as the names below the searched folder."""
         self.paths.setdefault(reason, []).append(escaped("/".join(path)))
 
     def counts(self, limit: int = 3) -> dict[str, str]:
@@ -62,7 +62,7 @@ class Dataset:
     class_names: tuple[str, ...]  # per class index, in the order given
     # Maps an image index to the file's content, or to decoded pixels; thread-safe.
     read: Callable[[int], bytes | Image.Image]
-    upright: bool = False  # whether to turn images as their EXIF data say
+    upright: bool = False  # whether to apply the orientation in EXIF data
     pixel_hashes: Callable[[], Sequence[bytes]] = tuple  # `images.pixels_sha256` per image
     skipped: Skipped = dataclasses.field(default_factory=lambda: Skipped())  # in both splits
 
@@ -79,7 +79,7 @@ class Dataset:
 
     @functools.cached_property
     def checksum(self) -> str:
-        """SHA-256 of names, labels and pixels in any order, 64 hexadecimal digits."""
+        """SHA-256 of names, labels and pixels, whatever their order, in 64 hexadecimal digits."""
         digest = hashlib.sha256(json.dumps(list(self.class_names)).encode())
         for name, label, pixels in self._records():
             digest.update(os.fsencode(f"\n{name}\t{label}\t{pixels.hex()}"))

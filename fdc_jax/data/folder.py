@@ -31,16 +31,16 @@ _log = logging.getLogger(__name__)
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 if images.HEIC:
     IMAGE_SUFFIXES += (".heic", ".heif")
-# Folders of operating systems; so are all names with a leading dot.
+# Folders of operating systems, skipped like all names with a leading dot.
 _SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
-_LARGEST = 2**30  # bytes of a file of an image
+_LARGEST = 2**30  # bytes of an image file
 _LAYOUTS = (
     "train/CLASS/IMAGE and test/CLASS/IMAGE, or CLASS/IMAGE with config.data.test_share above 0"
 )
 # Reasons to skip a path that are errors in a data set.
 _DEAD, _EMPTY, _SINGLE = "dead links", "class folders without images", "classes of one image alone"
 
-_Parts = tuple[str, ...]  # names of a path below the folder of a search, in Unicode's form NFC
+_Parts = tuple[str, ...]  # names of a path below the searched folder, in Unicode's form NFC
 _Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -58,7 +58,7 @@ def open_folder(
     cache: Path,  # folder that keeps the hashes
     *,
     partition: str = "given",  # name of the division of a divided folder, for results
-    test_share: float = 0.0,  # of each class, if the folder is not divided; 0 allows no such folder
+    test_share: float = 0.0,  # of each class, if the folder has no train and test; 0: an error then
     allow_overlap: bool = False,  # whether images of train may be in test, too
     upright: bool = True,  # see `images.decode`
     workers: int = 0,  # number of decoding threads; 0: one per core
@@ -70,15 +70,15 @@ def open_folder(
     (or `val`), or `CLASS/IMAGE`.
 
     Raises:
-        InputError: folders, classes or images are not as expected; names all of a kind.
+        InputError: folders, classes or images are not as expected; names all faults of one kind.
     """
     root, skipped = Path(os.path.abspath(root)), Skipped()
     try:
         splits = _arrange(*_search(root, skipped), skipped)
-        if every := splits.get(""):
+        if pooled := splits.get(""):
             if not test_share:
                 raise InputError(f"expected {_LAYOUTS}; found classes without train and test")
-            splits, partition = divide(every, test_share, skipped), f"{test_share:g} of each class"
+            splits, partition = divide(pooled, test_share, skipped), f"{test_share:g} of each class"
     except InputError as error:
         raise InputError("; ".join(filter(None, (f"{root}: {error}", skipped.text())))) from error
     reasons = skipped.paths.keys() & {_DEAD, _EMPTY, _SINGLE}
@@ -89,21 +89,21 @@ def open_folder(
         split: np.searchsorted(class_names, [file.class_name for file in files]).astype(np.int32)
         for split, files in splits.items()
     }
-    benchmarks.verify(name, labels["train"], labels["test"], class_names)  # before all is decoded
+    benchmarks.verify(name, labels["train"], labels["test"], class_names)  # before decoding
     for label in np.setdiff1d(labels["train"], labels["test"]):
         skipped.add("classes without test images", (class_names[label],))
     digits = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    kept, files = cache / f"{name[:50]}-{digits}.json", splits["train"] + splits["test"]
-    hashes = _pixel_hashes(name, files, kept, upright, workers or default_workers(), quiet)
-    twins = {hashes[file.path]: file.path for file in splits["train"]}
-    both = [file for file in splits["test"] if hashes[file.path] in twins]
-    if both and not allow_overlap:
+    hash_file, files = cache / f"{name[:50]}-{digits}.json", splits["train"] + splits["test"]
+    hashes = _pixel_hashes(name, files, hash_file, upright, workers or default_workers(), quiet)
+    train_paths = {hashes[file.path]: file.path for file in splits["train"]}
+    shared = [file for file in splits["test"] if hashes[file.path] in train_paths]
+    if shared and not allow_overlap:
         raise InputError(
-            f"{root}: expected no image of train in test, found {len(both):,}, such as "
-            f"{both[0].path}, which is {twins[hashes[both[0].path]]}, too; "
+            f"{root}: expected no image of train in test, found {len(shared):,}, such as "
+            f"{shared[0].path}, which is {train_paths[hashes[shared[0].path]]}, too; "
             "config.data.allow_overlap=True accepts them"
         )
-    for file in both:
+    for file in shared:
         skipped.add("test images that are in train, too", ("test", file.name))
 
     def dataset(split: str) -> Dataset:
@@ -143,16 +143,16 @@ def _search(root: Path, skipped: Skipped) -> tuple[dict[Path, _Parts], set[_Part
     read raises its OSError.
     """
     files: dict[Path, _Parts] = {}
-    met: dict[tuple[int, int], _Parts] = {}  # folders by device and inode
+    visited: dict[tuple[int, int], _Parts] = {}  # folders by device and inode
     folders = collections.deque([(root, _Parts())])
     links: collections.deque[tuple[Path, _Parts]] = collections.deque()
     while folders or links:
         folder, parts = (folders or links).popleft()
         status = folder.stat()
-        if (status.st_dev, status.st_ino) in met:
+        if (status.st_dev, status.st_ino) in visited:
             skipped.add("links to folders that are met elsewhere", parts)
             continue
-        met[status.st_dev, status.st_ino] = parts
+        visited[status.st_dev, status.st_ino] = parts
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
         for name in names:
@@ -167,7 +167,7 @@ def _search(root: Path, skipped: Skipped) -> tuple[dict[Path, _Parts], set[_Part
                 skipped.add(Skipped.OTHER, child)
             else:
                 files[path] = child
-    return files, set(met.values())
+    return files, set(visited.values())
 
 
 def find_images(folder: Path) -> list[Path]:
@@ -188,7 +188,7 @@ def find_images(folder: Path) -> list[Path]:
 def _arrange(
     files: Mapping[Path, _Parts], folders: set[_Parts], skipped: Skipped
 ) -> dict[str, list[ImageFile]]:
-    """Returns the images of train and test; those of a folder that is not divided under "".
+    """Returns the images by split; an undivided folder has one split, named "".
 
     Raises:
         InputError: the folders are not as expected, or a split has no image.
@@ -225,18 +225,18 @@ def _arrange(
 
 
 def _tops(files: Mapping[Path, _Parts], folders: set[_Parts]) -> dict[str, _Parts]:
-    """Returns the folders of the classes: of train and test, or one under ""."""
-    tests = {
+    """Returns the folder above the class folders by split; undivided folders have the split ""."""
+    test_names = {
         folder: next((name for name in TEST_NAMES if (*folder, name) in folders), None)
         for folder in folders
         if (*folder, "train") in folders
     }
-    of_images = {parts[:-1] for parts in files.values() if len(parts) > 1}
-    numbers = collections.Counter(folder[:-1] for folder in of_images)
-    divided = [folder for folder, test in tests.items() if test]
-    for fitting in (divided, [folder for folder, number in numbers.items() if number > 1]):
-        depth = min(map(len, fitting), default=3)
-        nearest = sorted(folder for folder in fitting if len(folder) == depth <= 2)
+    image_folders = {parts[:-1] for parts in files.values() if len(parts) > 1}
+    counts = collections.Counter(folder[:-1] for folder in image_folders)
+    divided = [folder for folder, test in test_names.items() if test]
+    for candidates in (divided, [folder for folder, count in counts.items() if count > 1]):
+        depth = min(map(len, candidates), default=3)
+        nearest = sorted(folder for folder in candidates if len(folder) == depth <= 2)
         if len(nearest) > 1:
             names = ", ".join(map("/".join, nearest[:10]))
             raise InputError(
@@ -244,7 +244,7 @@ def _tops(files: Mapping[Path, _Parts], folders: set[_Parts]) -> dict[str, _Part
                 "them, or these folders train and test"
             )
         for top in nearest:
-            test = tests.get(top)
+            test = test_names.get(top)
             return {"train": (*top, "train"), "test": (*top, test)} if test else {"": top}
     names = sorted({folder[0] for folder in folders if folder})[:10]
     raise InputError(f"expected {_LAYOUTS}; found {', '.join(names) or 'no folder'}")
@@ -272,15 +272,15 @@ def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, 
 
 
 def _pixel_hashes(
-    name: str, files: list[ImageFile], kept: Path, upright: bool, workers: int, quiet: bool
+    name: str, files: list[ImageFile], store: Path, upright: bool, workers: int, quiet: bool
 ) -> dict[Path, bytes]:
     """Returns the hash of every image's pixels.
 
-    `kept` is the file that remembers hashes; it is written even if the pass is interrupted.
+    `store` is the file that remembers hashes; it is written even if the pass is interrupted.
     """
     remembered: dict[str, tuple[int, int, str]] = {}
     with contextlib.suppress(InputError, msgspec.ValidationError):  # A damaged file is replaced.
-        remembered = msgspec.convert(read_json(kept), dict[str, tuple[int, int, _Checksum]])
+        remembered = msgspec.convert(read_json(store), dict[str, tuple[int, int, _Checksum]])
     states, hashes = {}, {}
     for path in (file.path for file in files):
         status = path.stat()
@@ -306,7 +306,7 @@ def _pixel_hashes(
         collections.deque(tqdm(pool.map(decode, new), name, len(new), **bar), maxlen=0)
     finally:
         pool.shutdown(cancel_futures=True)
-        write_json(kept, {str(path): (*states[path], hashes[path].hex()) for path in [*hashes]})
+        write_json(store, {str(path): (*states[path], hashes[path].hex()) for path in [*hashes]})
     if unreadable:
         raise InputError(
             f"{name}: {len(unreadable)} of {counted(len(files), 'image')} cannot be read: "

@@ -1,8 +1,8 @@
 """Decoding, and PILOT's two transforms, with Pillow on the host: uint8 RGB arrays out.
 
-Conversion to floating point and the input range belong to the device. Photographs of the user's own
-are turned upright as their EXIF data say, and transparent pixels are put on white; benchmarks keep
-pixels as they are stored, as PILOT does. Grey of 12 or 16 bits is scaled to 8 bits.
+The device converts to floating point and applies the input range. The user's own photographs are
+turned upright by their EXIF orientation, with transparent pixels on white; benchmarks keep pixels
+as they are stored, as PILOT does. Grey of 12 or 16 bits is scaled to 8 bits.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from fdc_jax.machine.files import foreign
 with contextlib.suppress(ImportError):
     import pillow_heif  # pyright: ignore[reportMissingImports]
 
-    pillow_heif.register_heif_opener()  # of .heic, upright
+    pillow_heif.register_heif_opener()  # reads .heic, already upright
 
 # Pillow loads its rarer formats at the first file that needs them, which is not safe in threads.
 Image.init()
@@ -49,10 +49,10 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
     Args:
         encoded: content of a file, or an image of Pillow, which is not changed.
         description: name of the image in the error message.
-        upright: whether to turn it as its EXIF data say, and to put transparent pixels on white.
+        upright: whether to apply the EXIF orientation, and to put transparent pixels on white.
 
     Raises:
-        InputError: Pillow reads no whole image, or its pixels have neither 8 nor 16 bits.
+        InputError: Pillow cannot read the whole image, or its pixels have neither 8 nor 16 bits.
     """
     try:
         image = encoded
@@ -103,12 +103,12 @@ def pixels_sha256(pixels: UInt8[np.ndarray, "h w 3"]) -> bytes:
 def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarray, "s s 3"]:
     """Returns PILOT's test transform of an RGB image: bicubic resize, then the centre square.
 
-    The short side becomes 256 pixels for an `image_size` of 224, others in proportion. Of an image
-    whose long side is over `_LONGEST` times the short one, only the middle is enlarged.
+    The short side becomes 256 pixels for an `image_size` of 224, in proportion for other sizes. If
+    the long side is over `_LONGEST` times the short side, only the middle of the image is used.
     """
-    short, most = round(image_size * 256 / 224), _LONGEST * min(image.size)
-    if max(image.size) > most:
-        left, top = ((side - min(side, most)) // 2 for side in image.size)
+    short, longest = round(image_size * 256 / 224), _LONGEST * min(image.size)
+    if max(image.size) > longest:
+        left, top = ((side - min(side, longest)) // 2 for side in image.size)
         image = image.crop((left, top, image.width - left, image.height - top))
     width, height = image.size
     size = (short, int(short * height / width))

@@ -11,7 +11,7 @@ from fdc_jax.machine.files import locked, named_path
 
 
 def name_of(benchmark: str, source: str) -> str:
-    """Returns the name of a configuration's data: its `benchmark`, or that of its source.
+    """Returns the name of a configuration's data: `benchmark`, or else the name of its source.
 
     Raises:
         InputError: both are empty, or the name cannot be shown.
@@ -29,7 +29,7 @@ def name_of(benchmark: str, source: str) -> str:
 
 
 def fields_of(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns the fields of a configuration for a folder or archive of images or a TFDS folder."""
+    """Returns configuration fields that select a folder or archive of images, or a TFDS folder."""
     folder = named_path("images", path)
     if (folder / name).is_dir():
         from fdc_jax.data import tfds_format  # The import takes seconds.
@@ -43,16 +43,16 @@ def open_splits(
     name: str,  # of a benchmark, or any other
     cache: Path,  # folder of downloads, unpacked archives and hashes of images
     *,
-    source: str = "",  # folder or archive; if empty, a source of the name
+    source: str = "",  # folder or archive; if empty, the name decides
     data_dir: str = "",  # of TFDS; if empty, `$TFDS_DATA_DIR` or `~/tensorflow_datasets`
     test_share: float = 0.0,  # as in `folder.open_folder`, like the next two
-    allow_overlap: bool = False,  # benchmarks always may
+    allow_overlap: bool = False,  # True for every benchmark
     workers: int = 0,
     quiet: bool = True,
 ) -> tuple[Dataset, Dataset]:
-    """Returns the training and the test images of a folder or an archive, or of a name.
+    """Returns the training and the test images of `source`, or the data that `name` stands for.
 
-    Names are the digits, data prepared by TFDS, and CIFAR-100, which is downloaded.
+    Without a source, the name is `digits`, `cifar100` (downloaded), or that of data in `data_dir`.
 
     Raises:
         InputError: the data do not exist, or are damaged.
@@ -75,7 +75,7 @@ def open_splits(
         with locked(lock, wait=True):
             if name == "cifar100" and path.is_file():
                 return cifar100.open_cifar100(cache, path)
-            before = {path, *cache.iterdir()}
+            existing = {path, *cache.iterdir()}
             root = path if path.is_dir() else archive.unpack(path, cache)
             try:
                 return folder.open_folder(
@@ -90,7 +90,7 @@ def open_splits(
                     quiet=quiet,
                 )
             except InputError as error:
-                if root not in before:  # Nobody else reads it, and it may be large.
+                if root not in existing:  # Only this call reads the folder; it may be large.
                     shutil.rmtree(root)
                 raise InputError(str(error).replace(str(root), str(path))) from error
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
@@ -108,10 +108,10 @@ def open_splits(
             "contents, found none"
         )
     if data_dir:
-        below = sorted(path.name for path in prepared.glob("*/"))[:10]
+        subfolders = sorted(path.name for path in prepared.glob("*/"))[:10]
         raise InputError(
             f"config.data.dir: {prepared}: expected the folder {name} that TFDS prepared, found "
-            + (", ".join(below) or "no folder")
+            + (", ".join(subfolders) or "no folder")
         )
     if name == "cifar100":
         with locked(lock, wait=True):

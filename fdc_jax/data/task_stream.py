@@ -94,10 +94,10 @@ def build(
     train_per_class: int = 0,
     test_per_class: int = 0,
 ) -> TaskStream:
-    """Returns the tasks of two splits, which are checked (`benchmarks.verify`).
+    """Returns the stream of tasks of two splits, which `benchmarks.verify` checks first.
 
-    Classes that are new to the run have the order of the seed among themselves. `known` has classes
-    and tasks of an earlier process of the run; other arguments are fields of the configuration.
+    Classes that are new to the run follow the earlier ones, in the order of the seed. `known` has
+    classes and tasks of an earlier process; other arguments are fields of the configuration.
 
     Raises:
         InputError: counts differ from the benchmark's; classes, names or task sizes do not add up;
@@ -105,15 +105,15 @@ def build(
     """
     name, names = train.name, train.class_names
     benchmarks.verify(name, train.labels, test.labels, names)
-    old = [class_name for class_name in known.classes if class_name in set(names)]
+    known_names = [class_name for class_name in known.classes if class_name in set(names)]
     # If known classes are missing, the run reports them when it compares its settings.
-    earlier = known.sizes if len(old) == len(known.classes) else ()
+    earlier = known.sizes if len(known_names) == len(known.classes) else ()
     sizes = benchmarks.task_sizes(name, len(names), classes_per_task, earlier)
     if class_order:
         order = benchmarks.named_order(names, class_order)
     else:
-        drawn = benchmarks.class_order(len(names), class_order_seed).tolist()
-        order = np.array(list(dict.fromkeys([*map(names.index, old), *drawn])))
+        shuffled = benchmarks.class_order(len(names), class_order_seed).tolist()
+        order = np.array(list(dict.fromkeys([*map(names.index, known_names), *shuffled])))
     if num_tasks > len(sizes):
         raise InputError(
             f"config.num_tasks: expected at most the {len(sizes)} tasks of {name}, found "
@@ -123,8 +123,8 @@ def build(
 
     def indices_by_task(split: Dataset, per_class: int) -> list[Int[np.ndarray, " n"]]:
         """Returns the indices of the first images (0: all) of each class, class by class."""
-        of_class = {c: np.flatnonzero(split.labels == c)[: per_class or None] for c in order}
-        return [np.concatenate([of_class[c] for c in classes]) for classes in tasks]
+        by_class = {c: np.flatnonzero(split.labels == c)[: per_class or None] for c in order}
+        return [np.concatenate([by_class[c] for c in classes]) for classes in tasks]
 
     test_indices = indices_by_task(test, test_per_class)
     for task, indices in enumerate(test_indices):

@@ -66,17 +66,17 @@ def open_prepared(
             # TFDS raises many types here, all of them about the files of this folder.
             raise InputError(f"{where}: cannot open: {line(error)}") from error
         state = json.dumps([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
-        kept = cache / f"{name}-{split}-{hashlib.sha256(state.encode()).hexdigest()[:16]}.npz"
+        index_file = cache / f"{name}-{split}-{hashlib.sha256(state.encode()).hexdigest()[:16]}.npz"
         try:
-            index_of = read_npz(kept)
+            columns = read_npz(index_file)
         except InputError:  # The file is missing or damaged.
-            index_of = _index(where, records, keys, upright)
+            columns = _index(where, records, keys, upright)
             with contextlib.suppress(InputError):  # A full disk is no reason to stop.
-                write_npz(kept, index_of)
+                write_npz(index_file, columns)
 
         def read(index: int) -> bytes:
             try:
-                return records[int(index_of["positions"][index])][image_key]
+                return records[int(columns["positions"][index])][image_key]
             except Exception as error:
                 raise InputError(f"{where}: cannot read a record: {line(error)}") from error
 
@@ -84,12 +84,12 @@ def open_prepared(
             name=name,
             split=split,
             partition=partition,
-            labels=index_of["labels"],
-            ids=tuple(index_of["ids"].tolist()),
+            labels=columns["labels"],
+            ids=tuple(columns["ids"].tolist()),
             class_names=class_names,
             read=read,
             upright=upright,
-            pixel_hashes=lambda: [row.tobytes() for row in index_of["sha256"]],
+            pixel_hashes=lambda: [row.tobytes() for row in columns["sha256"]],
         )
 
     return dataset("train"), dataset("test")
@@ -100,12 +100,12 @@ def _keys(info: Any) -> tuple[str, str, str]:
     features = dict(info.features.items())
     supervised = info.supervised_keys or ("image", "label")
     image, label = (key if isinstance(key, str) else "" for key in supervised[:2])
-    known = isinstance(features.get(image), tfds.features.Image)
-    if not (known and isinstance(features.get(label), tfds.features.ClassLabel)):
+    has_images = isinstance(features.get(image), tfds.features.Image)
+    if not (has_images and isinstance(features.get(label), tfds.features.ClassLabel)):
         fields = ", ".join(sorted(features))
         raise InputError(f"expected images and their classes, found the fields {fields}")
-    texts = (k for k in ("file_name", "id") if isinstance(features.get(k), tfds.features.Text))
-    return image, label, next(texts, "")
+    name_keys = (k for k in ("file_name", "id") if isinstance(features.get(k), tfds.features.Text))
+    return image, label, next(name_keys, "")
 
 
 class _TFRecords:
@@ -138,7 +138,7 @@ class _TFRecords:
 def _index(
     where: str, records: Any, keys: tuple[str, str, str], upright: bool
 ) -> dict[str, np.ndarray]:
-    """Returns labels, ids, positions and SHA-256 of all images, in an order free of storage.
+    """Returns labels, ids, positions and SHA-256 of all images, in an order independent of storage.
 
     Records without a name are named by their position.
     """
