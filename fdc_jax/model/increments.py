@@ -45,7 +45,7 @@ def empty_stack(variant: Variant, rank: int, num_tasks: int) -> Increment:
 @jax.jit
 def store(stack: Increment, task: int | Int[Array, ""], increment: Increment) -> Increment:
     """Returns the stack with slot `task` replaced."""
-    return jax.tree.map(lambda all_tasks, one: all_tasks.at[task].set(one), stack, increment)
+    return jax.tree.map(lambda all_tasks, leaf: all_tasks.at[task].set(leaf), stack, increment)
 
 
 def select(stack: Increment, task: int | Int[Array, ""]) -> Increment:

@@ -109,18 +109,18 @@ _MODEL_TYPES: dict[str, dict[str, Any]] = {
 def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
     """Returns the arrays of a file that determine features, under AugReg's names.
 
-    Unknown names stay. Kernels and biases of attentions are divided into heads in AugReg's files
-    alone. Layer scale is multiplied into the layer before it; missing biases of projections, and
+    Unknown names stay. Only AugReg's files divide kernels and biases of attention into heads.
+    Layer scale is multiplied into the layer before it; missing biases of projections, and
     missing positions of learned tokens, become zero.
 
     Raises:
         InputError: the shape of an array does not fit its name.
     """
-    own = used(arrays)
+    relevant = used(arrays)
     if "embedding/kernel" in arrays:
-        return own
+        return relevant
     renamed: dict[str, np.ndarray] = {}
-    for name, array in own.items():
+    for name, array in relevant.items():
         try:
             renamed |= _decode(name, array)
         except (ValueError, IndexError) as error:
@@ -129,9 +129,9 @@ def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray
 
 
 def without_wrapper(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], str]:
-    """Returns the arrays without a wrapper's prefix, "" for none, and the prefix.
+    """Returns the arrays without the prefix of a wrapper in their names, and the prefix or "".
 
-    All arrays that determine features must have it.
+    A prefix is removed if all arrays that determine features have it.
     """
     names, prefix = [name for name in arrays if not _is_skipped(name)], ""
     while match := _WRAPPER.match(names[0], len(prefix)) if names else None:
@@ -147,7 +147,7 @@ def used(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def skipped(arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-    """Returns the names of all other arrays; a text tower is one name."""
+    """Returns the names of arrays without influence on features; a text tower is one name."""
     towers = {name: name.split(".")[0] for name in arrays if _is_skipped(name)}
     sizes = collections.Counter(towers.values())
     return tuple(sorted({f"{top}.*" if sizes[top] > 4 else name for name, top in towers.items()}))
@@ -220,10 +220,10 @@ def _align_positions(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     if _is_square(length):
         return {POSITIONS: np.concatenate([np.zeros((1, tokens, width)), positions], axis=1)}
     if registers is not None and _is_square(length - tokens - registers.shape[1]):
-        first, own, others = np.split(positions, [tokens, tokens + registers.shape[1]], axis=1)
+        first, middle, patches = np.split(positions, [tokens, tokens + registers.shape[1]], axis=1)
         return {
-            POSITIONS: np.concatenate([first, others], axis=1),
-            "Transformer/registers": registers.astype(np.float32) + own,
+            POSITIONS: np.concatenate([first, patches], axis=1),
+            "Transformer/registers": registers.astype(np.float32) + middle,
         }
     return {}
 
@@ -247,9 +247,9 @@ def describe(
         InputError: the arrays are not those of a supported encoder, or their configuration is
             missing, belongs to another file, or is not supported.
     """
-    own = rename(arrays, path)
+    named = rename(arrays, path)
     try:
-        return _describe(arrays, own, path, heads)
+        return _describe(arrays, named, path, heads)
     except InputError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -260,23 +260,23 @@ def describe(
 
 
 def _describe(
-    arrays: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], path: Path, heads: int
+    arrays: Mapping[str, np.ndarray], named: Mapping[str, np.ndarray], path: Path, heads: int
 ) -> tuple[str, vit.Variant]:
-    """Returns the same; `own` has AugReg's names. Errors of many types are possible."""
+    """Returns the result of `describe`; raises errors of any type. `named` has AugReg's names."""
     block = "Transformer/encoderblock_0"
     mlp = [f"{block}/MlpBlock_3/{layer}/kernel" for layer in ("Dense_0", "Dense_1")]
     needed = ["embedding/kernel", *mlp]
-    odd = sorted(name for name in own if "/" not in name.removesuffix("*") and name != "cls")
-    if odd := odd or [name for name in needed if name not in own]:
+    odd = sorted(name for name in named if "/" not in name.removesuffix("*") and name != "cls")
+    if odd := odd or [name for name in needed if name not in named]:
         raise InputError(
             f"{path}: expected a Vision Transformer, found {len(odd)} unknown or missing arrays, "
             f"first {', '.join(odd[:3])}"
         )
-    patch, width = own["embedding/kernel"].shape[0], own["embedding/kernel"].shape[-1]
-    units, hidden = (own[name].shape for name in mlp)
-    blocks = re.findall(r"encoderblock_(\d+)/", " ".join(own))
-    tokens = own["cls"].shape[1] if "cls" in own else 0
-    grid = math.isqrt(own[POSITIONS].shape[1] - tokens) if POSITIONS in own else 0
+    patch, width = named["embedding/kernel"].shape[0], named["embedding/kernel"].shape[-1]
+    units, hidden = (named[name].shape for name in mlp)
+    blocks = re.findall(r"encoderblock_(\d+)/", " ".join(named))
+    tokens = named["cls"].shape[1] if "cls" in named else 0
+    grid = math.isqrt(named[POSITIONS].shape[1] - tokens) if POSITIONS in named else 0
     variant = vit.Variant(
         width=width,
         depth=1 + max(map(int, blocks)),
@@ -284,19 +284,19 @@ def _describe(
         patch=patch,
         hidden=0 if hidden[0] == 4 * width else hidden[0],
         tokens=tokens,
-        registers=own.get("Transformer/registers", np.zeros((1, 0))).shape[1],
-        pre_norm="Transformer/pre_norm/scale" in own,
-        pooling="attention" if f"{_TO_POOLING}/probe" in own else "token" if tokens else "mean",
+        registers=named.get("Transformer/registers", np.zeros((1, 0))).shape[1],
+        pre_norm="Transformer/pre_norm/scale" in named,
+        pooling="attention" if f"{_TO_POOLING}/probe" in named else "token" if tokens else "mean",
         image_size=patch * grid,
     )
     gated = units[-1] == 2 * hidden[0]
     if "embedding/kernel" in arrays:
         query = f"{block}/MultiHeadDotProductAttention_1/query/kernel"
-        family, facts = "augreg", {"heads": own[query].shape[1] if query in own else 1}
+        family, facts = "augreg", {"heads": named[query].shape[1] if query in named else 1}
     elif any(name.startswith("patch_embed.") for name in arrays):
-        family, facts = _of_timm(own, variant, path, heads, gated)
+        family, facts = _of_timm(named, variant, path, heads, gated)
     else:
-        family, facts = _of_hugging_face(own, variant, path)
+        family, facts = _of_hugging_face(named, variant, path)
     facts["activation"] = "swiglu" if gated else facts.get("activation", "gelu")
     if facts["activation"] == "swiglu" and not gated:
         raise InputError(f"{path}: expected twice as many gates as hidden units, found {units}")
@@ -313,19 +313,19 @@ def _describe(
 
 
 def _of_timm(
-    own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path, given_heads: int, gated: bool
+    named: Mapping[str, np.ndarray], variant: vit.Variant, path: Path, given_heads: int, gated: bool
 ) -> tuple[str, dict[str, Any]]:
     """Returns the name and the facts of a file of timm that shapes do not show."""
     file = path.with_name("config.json")
     config = read_object(file)
-    arguments, given = config.get("model_args") or {}, config.get("pretrained_cfg") or config
+    arguments, pixels = config.get("model_args") or {}, config.get("pretrained_cfg") or config
     name = config.get("architecture", "")
     if config and not _TIMM_NAMES.match(name):
         _refuse(file, "architecture", "a supported Vision Transformer", name)
-    plain = POSITIONS in own and variant.pooling == "token" and not (variant.pre_norm or gated)
-    facts: dict[str, Any] = {"mean": _triple(given.get("mean")), "std": _triple(given.get("std"))}
+    plain = POSITIONS in named and variant.pooling == "token" and not (variant.pre_norm or gated)
+    facts: dict[str, Any] = {"mean": _triple(pixels.get("mean")), "std": _triple(pixels.get("std"))}
     heads = 16 if "giantopt" in name else _TIMM_HEADS.get(variant.width)
-    if POSITIONS not in own:
+    if POSITIONS not in named:
         if config and "dinov3" not in name:
             _refuse(file, "architecture", "one with rotary positions of DINOv3", name)
         facts["rotary"] = float(arguments.get("rope_temperature", 100.0))
@@ -344,17 +344,17 @@ def _of_timm(
     if variant.pre_norm or "rotary" in facts:
         facts["epsilon"] = 1e-5
     pool = arguments.get("global_pool", config.get("global_pool", "token"))
-    averaged = "mean_then_norm" if "Transformer/fc_norm/scale" in own else "mean"
+    averaged = "mean_then_norm" if "Transformer/fc_norm/scale" in named else "mean"
     poolings = {"token": "token", "avg": averaged, "map": "attention"}
     if pool not in poolings:
         _refuse(file, "global_pool", " or ".join(poolings), pool)
     facts["pooling"] = "prefix" if variant.tokens == 2 else poolings[pool]
-    facts["image_size"] = _side(arguments.get("img_size", given.get("input_size", 0)))
+    facts["image_size"] = _side(arguments.get("img_size", pixels.get("input_size", 0)))
     return name or "timm", facts
 
 
 def _of_hugging_face(
-    own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
+    named: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
 ) -> tuple[str, dict[str, Any]]:
     """Returns the name and the facts of a file of Hugging Face that shapes do not show."""
     file = path.with_name("config.json")
@@ -376,7 +376,7 @@ def _of_hugging_face(
         "heads": config["num_attention_heads"],
         "activation": _activation(config["hidden_act"], file, "hidden_act"),
         "epsilon": config["layer_norm_eps"],
-        "rotary": 0.0 if POSITIONS in own else float(config.get("rope_theta", 100.0)),
+        "rotary": 0.0 if POSITIONS in named else float(config.get("rope_theta", 100.0)),
         "image_size": _side(config.get("image_size", 0)),
     }
     images = read_object(path.with_name("preprocessor_config.json"))
@@ -434,17 +434,17 @@ def as_timm(
         raise InputError("timm's layout: expected a plain Vision Transformer with a class token")
     params = replaced.get("parameters", params)
     flat = traverse_util.flatten_dict(params, sep="/")
-    own = {name: np.asarray(array) for name, array in flat.items()}
+    by_name = {name: np.asarray(array) for name, array in flat.items()}
     for part in replaced.keys() & {"key", "value"}:
         for block, kernel in enumerate(np.asarray(replaced[part])):
             attention = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1"
-            own[f"{attention}/{part}/kernel"] = kernel
+            by_name[f"{attention}/{part}/kernel"] = kernel
     layers = ["patch_embed.proj", "norm", *(["norm_pre"] if variant.pre_norm else [])]
-    of_block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
-    layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in of_block]
+    sublayers = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in sublayers]
     names = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
-    arrays = {name: _encode(own, variant.width, name) for name in names}
-    arrays |= {"cls_token": own["cls"], "pos_embed": own[POSITIONS]}
+    arrays = {name: _encode(by_name, variant.width, name) for name in names}
+    arrays |= {"cls_token": by_name["cls"], "pos_embed": by_name[POSITIONS]}
     if variant.pre_norm:
         del arrays["patch_embed.proj.bias"]
     ratio = variant.mlp_width / variant.width
@@ -461,26 +461,26 @@ def as_timm(
         "act_layer": variant.activation,
     }
     pixels = {"mean": variant.mean, "std": variant.std, "input_size": [3, image_size, image_size]}
-    sizes = {"crop_pct": 0.875, "fixed_input_size": True, "interpolation": "bicubic"}
-    layers = {"num_classes": 0, "first_conv": "patch_embed.proj", "classifier": "head"}
+    preprocessing = {"crop_pct": 0.875, "fixed_input_size": True, "interpolation": "bicubic"}
+    ends = {"num_classes": 0, "first_conv": "patch_embed.proj", "classifier": "head"}
     return arrays, ending | {
         "architecture": f"vit_base_patch16_{'clip_' if variant.pre_norm else ''}224",
         "num_features": variant.width,
         "model_args": model_arguments,
-        "pretrained_cfg": pixels | sizes | layers,
+        "pretrained_cfg": pixels | preprocessing | ends,
     }
 
 
-def _encode(own: Mapping[str, np.ndarray], width: int, name: str) -> np.ndarray:
+def _encode(arrays: Mapping[str, np.ndarray], width: int, name: str) -> np.ndarray:
     """Returns the array under timm's name, the inverse of `_decode`."""
     target, kind = _target(name)
     before, _, last = f"/{target}".rpartition("/")
     kind = "bias" if kind == "bias" else "scale" if "norm" in last.lower() else "kernel"
-    parts = [own[f"{before}/{layer}/{kind}"[1:]] for layer in last.split("+")]
+    parts = [arrays[f"{before}/{layer}/{kind}"[1:]] for layer in last.split("+")]
     if kind != "kernel":
         return np.concatenate([part.reshape(-1) for part in parts])
     if last == "embedding":
         return parts[0].transpose(3, 2, 0, 1)
-    # Attentions are divided into heads on the side of the outputs; `out` on that of the inputs.
+    # Heads divide the outputs of query, key and value kernels, and the inputs of `out`.
     rows = (-1, width) if last == "out" else (len(parts[0]), -1)
     return np.concatenate([part.reshape(rows).T for part in parts])

@@ -1,7 +1,7 @@
 """The operations of the encoder (`vit`) in fast forms, measured in docs/studies/training_step.md.
 
 Every function returns the value of its plain formula up to rounding. The forms differ in the
-residuals of the gradient, in the dtype of sums, and in the number of images taken together.
+residuals of the gradient, in the dtype of sums, and in the number of images encoded together.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def _slope_forward(function, x):
 
 
 def _slope_backward(function, slope, gradient):
-    # The barrier keeps a TPU's compiler from fusing it with the products, which is slower.
+    # The barrier keeps a TPU's compiler from fusing this with later products, which is slower.
     return (jax.lax.optimization_barrier(slope * gradient),)
 
 
@@ -127,9 +127,9 @@ def _dense_forward(x, weight, bias, precision):
 
 def _dense_backward(precision, residuals, gradient):
     x, weight, bias = residuals
-    of_weight = _over_tokens(x, gradient, weight.dtype, precision)
-    of_x = jnp.matmul(gradient, weight.astype(x.dtype).T, precision=precision)
-    return of_x, of_weight, gradient.sum(axis=tuple(range(x.ndim - 1)), dtype=bias.dtype)
+    w_gradient = _over_tokens(x, gradient, weight.dtype, precision)
+    x_gradient = jnp.matmul(gradient, weight.astype(x.dtype).T, precision=precision)
+    return x_gradient, w_gradient, gradient.sum(axis=tuple(range(x.ndim - 1)), dtype=bias.dtype)
 
 
 dense.defvjp(_dense_forward, _dense_backward)
@@ -144,7 +144,7 @@ def product_with_updates(
 ) -> Float[Array, "*n e"]:
     """Returns x (W + sum of A B) in the dtype of x; the kernels are summed in their own dtype.
 
-    An update, factors of one block, costs no product over tokens. The gradients of factors and
+    An update, the factors of one block, adds no product over tokens. The gradients of factors and
     scales go through the rank and are smaller than the kernel's, so that devices exchange little.
     """
     return _product_forward(x, kernel, updates, precision)[0]
@@ -165,7 +165,7 @@ def _product_backward(precision, residuals, gradient):
     def times(left, right):
         return jnp.matmul(left, right, precision=precision)
 
-    def of_factors(factors):
+    def factor_gradients(factors):
         A, B = factors["A"], factors["B"]
         x_A, gradient_B = times(x, A.astype(x.dtype)), times(gradient, B.astype(x.dtype).T)
         gradients = {
@@ -179,8 +179,8 @@ def _product_backward(precision, residuals, gradient):
         return gradients
 
     # XLA removes the gradients that nothing reads.
-    of_kernel = _over_tokens(x, gradient, kernel.dtype, precision)
-    return times(gradient, merged.T), of_kernel, tuple(map(of_factors, updates))
+    kernel_gradient = _over_tokens(x, gradient, kernel.dtype, precision)
+    return times(gradient, merged.T), kernel_gradient, tuple(map(factor_gradients, updates))
 
 
 product_with_updates.defvjp(_product_forward, _product_backward)
@@ -208,7 +208,7 @@ def attend(
 
 
 def _attend_fused(q, k, v):
-    """Returns the same by cuDNN's kernel; its gradient needs an even number of tokens."""
+    """Returns `attend` by cuDNN's kernel, whose gradient needs an even number of tokens."""
     tokens = q.shape[1]
     if tokens % 2 == 0:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
@@ -232,9 +232,9 @@ def rotate(x: Float[Array, "n t k d"], angles: Float[np.ndarray, "t h"]) -> Any:
 
 # Portions of a batch ------------------------------------------------------------------------------
 
-# Tokens of a portion of a batch by platform; other platforms take whole batches. On a CPU, in
-# training of ViT-Ti/16, half of it costs 2 %, twice as much 8 %, a batch of 64 images at once 27 %
-# (measured); on a TPU v5e, for ViT-B/16, 4 %, 27 % and 38 % (estimated).
+# Tokens of a portion of a batch by platform; other platforms take whole batches. Training is slower
+# with half as many tokens, twice as many, or 64 images at once: for ViT-Ti/16 on a CPU by 2 %, 8 %
+# and 27 % (measured), for ViT-B/16 on a TPU v5e by 4 %, 27 % and 38 % (estimated).
 PORTION_TOKENS = {"cpu": 1100, "tpu": 3200}
 
 
@@ -242,16 +242,16 @@ def images_together(mesh: Mesh, images: int, side: int, patch: int) -> int:
     """Returns the number of images that a device takes through the encoder together.
 
     A core's caches, or a TPU's on-chip memory, hold the activations of a few images: portions are
-    faster than a whole batch. The number divides the batch. It depends on shapes and the platform,
-    never on the number of cores, so that results do not either. Several devices take whole batches.
+    faster than a whole batch. The number divides the batch. It follows from shapes and platform, so
+    that results do not depend on the number of cores. Several devices take whole batches.
     `images` is the size of the batch, `side` and `patch` are sides in pixels.
     """
     tokens = PORTION_TOKENS.get(mesh.devices.flat[0].platform)
     if tokens is None or mesh.size > 1:
         return images
-    most = max(1, tokens // ((side // patch) ** 2 + 1))
-    if images <= most:
+    limit = max(1, tokens // ((side // patch) ** 2 + 1))
+    if images <= limit:
         return images
-    best = max(size for size in range(1, most + 1) if images % size == 0)
+    best = max(size for size in range(1, limit + 1) if images % size == 0)
     # Portions much smaller than the memory are slower than the batch.
-    return best if 2 * best >= most else images
+    return best if 2 * best >= limit else images

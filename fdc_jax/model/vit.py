@@ -32,12 +32,12 @@ class Variant:
     patch: int = 16  # side, in pixels
     hidden: int = 0  # units of every MLP; 0: four times the width
     tokens: int = 1  # learned tokens before the patches, the class token first
-    registers: int = 0  # learned tokens behind these, without a position
+    registers: int = 0  # learned tokens after those, without a position
     pre_norm: bool = False  # whether the tokens are normalised before the first block
     activation: str = "gelu"  # of every MLP, a key of `operations.ACTIVATIONS`
     # The feature is, for `token`: the class token; `prefix`: the mean of all learned tokens with a
-    # position; `mean`: that of the patches; `mean_then_norm`: that of the patches before the final
-    # norm; `attention`: the output of a learned query's attention over the patches.
+    # position; `mean`: the mean of the patches; `mean_then_norm`: the same, but with the final norm
+    # after the mean; `attention`: the output of a learned query's attention over the patches.
     pooling: str = "token"
     rotary: float = 0.0  # base of the rotary positions of the patches; 0: learned positions
     epsilon: float = 1e-6  # of every norm
@@ -129,9 +129,9 @@ class _Projection(nn.Module):
         width = x.shape[-1]
         shape = (width, self.heads, width // self.heads)
         xavier = nn.initializers.xavier_uniform(in_axis=0, out_axis=(1, 2))
-        own = self.param("kernel", xavier, shape)
+        parameter = self.param("kernel", xavier, shape)
         bias = self.param("bias", nn.initializers.zeros, shape[1:])
-        kernel = own.reshape(width, width) if kernel is None else kernel
+        kernel = parameter.reshape(width, width) if kernel is None else kernel
         dtype, precision = self.arithmetic.dtype, self.arithmetic.precision
         y: Any
         if updates:
@@ -190,7 +190,7 @@ class _Mlp(nn.Module):
 
 
 def _adapter_output(x, adapter: Adapter, dropout_key, dropout_rate: float, precision):
-    """Returns an adapter's output for tokens x, which left the attention and no norm."""
+    """Returns an adapter's output for tokens x, the sums after attention, without a norm."""
     hidden = jax.nn.relu(operations.dense(x, adapter["down"], adapter["down_bias"], precision))
     if dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, hidden.shape)
@@ -274,16 +274,16 @@ class _Transformer(nn.Module):
             parts = [x[:, : variant.tokens], registers, x[:, variant.tokens :]]
             x = jnp.concatenate(parts, axis=1)
         if variant.pre_norm:
-            kind: Any = {"epsilon": variant.epsilon, "dtype": self.arithmetic.dtype}
-            x = nn.LayerNorm(name="pre_norm", **kind)(x)
-        # Of the last block, the pooling reads only these tokens.
+            norm: Any = {"epsilon": variant.epsilon, "dtype": self.arithmetic.dtype}
+            x = nn.LayerNorm(name="pre_norm", **norm)(x)
+        # Number of the last block's tokens that the pooling reads; None: all.
         read = {"token": 1, "prefix": variant.tokens}.get(variant.pooling)
         for number in range(variant.depth):
             kept = read if number == variant.depth - 1 else None
             # None trees have no leaves.
-            own = jax.tree.map(lambda leaf, b=number: leaf[b], (kernels, increments, keys))
+            of_block = jax.tree.map(lambda leaf, b=number: leaf[b], (kernels, increments, keys))
             block = _Block(variant, self.arithmetic, kept, name=f"encoderblock_{number}")
-            x = block(x, angles, dropout_rate, *own)
+            x = block(x, angles, dropout_rate, *of_block)
         return self._pool(x)
 
     def _pool(self, x):
@@ -314,7 +314,7 @@ class _PatchEmbedding(nn.Module):
         dtype, precision = self.arithmetic.dtype, self.arithmetic.precision
         batch, height, width, channels = images.shape
         size, out = self.variant.patch, self.variant.width
-        if height % size:  # A convolution without padding drops the rest, too.
+        if height % size:  # A convolution without padding drops these pixels, too.
             height, width = height - height % size, width - width % size
             images = images[:, :height, :width]
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (size, size, channels, out))
@@ -398,9 +398,9 @@ def build(
     attention: str = "auto",
     cudnn: bool = False,
 ) -> VisionTransformer:
-    """Returns the encoder of a variant or its name, for images of a side in pixels.
+    """Returns the encoder of a variant or of its name, for images of `image_size` pixels a side.
 
-    `attention` is one of `ATTENTIONS`; `cudnn` tells whether the devices have cuDNN's.
+    `attention` is one of `ATTENTIONS`; `cudnn` is True if the devices have cuDNN's attention.
 
     Raises:
         InputError: a name is unknown, or the settings do not go together.

@@ -44,7 +44,7 @@ class Weights(NamedTuple):
     params: Any
     path: Path
     sha256: str
-    skipped: tuple[str, ...]  # names of the arrays that are no parameters
+    skipped: tuple[str, ...]  # names of the arrays that are not parameters
     resized_positions: bool
 
 
@@ -76,7 +76,7 @@ def locate(
 
 
 def by_checksum(digest: str, variant: str, folder: Path) -> str:
-    """Returns the name or file of weights with a SHA-256 for `locate`; "" if none are known."""
+    """Returns the name or path, for `locate`, of the weights with a SHA-256; "" if unknown."""
     if sha256(DIGITS_WEIGHTS) == digest:
         return "digits"
     path = folder / AUGREG_FILES.get(variant, "")
@@ -89,14 +89,14 @@ def by_checksum(digest: str, variant: str, folder: Path) -> str:
 
 
 def remember(weights: Weights, folder: Path) -> None:
-    """Writes the path of weights of an own run into a cache folder, if possible."""
+    """Writes the path of a run's weights into a cache folder for `by_checksum`, if possible."""
     with contextlib.suppress(InputError):
         path = folder / "weights" / f"{weights.sha256}.json"
         files.write_json(path, str(weights.path.absolute()))
 
 
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
-    """Returns the name and the architecture of an encoder, of a file by `layouts.describe`.
+    """Returns the name and the architecture of an encoder; a file is read by `layouts.describe`.
 
     Raises:
         InputError: the name or the file does not exist, or the file holds no supported encoder.
