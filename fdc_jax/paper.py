@@ -1,7 +1,7 @@
 """The command `fdc paper`: all runs of the paper, from a plan to the tables.
 
-A run is a process of `fdc run` in WORKDIR/BENCHMARK/LEARNER/seed_N, whose lock lets any number of
-processes of this command share the work. The exit code is that of the first run that failed.
+Every run is a process of `fdc run` in WORKDIR/BENCHMARK/LEARNER/seed_N. A lock in that directory
+lets several `fdc paper` share the work. The exit code is that of the first run that failed.
 """
 
 import functools
@@ -39,8 +39,8 @@ from fdc_jax.run.paths import RunPaths
 
 # The table of logit standardisation needs `ls`.
 _FLAGS_OF_ALL = {"--config.calibrators": "fdc,gaussians,ls", "--config.report": "False"}
-# The program of a run. It saves and ends if its standard input closes, as when its parent dies. It
-# waits first: a scheduler may have signalled both, and a second signal ends a run without saving.
+# The program of a run. When its standard input closes (its parent died), the run saves and ends. It
+# waits 3 s first: a scheduler may signal both, and a second signal ends a run without saving.
 _PROGRAM = f"""import os, signal, sys, threading, time
 def end():
     os.read(0, 1)
@@ -51,8 +51,8 @@ threading.Thread(target=end, daemon=True).start()
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from fdc_jax.__main__ import main
 main()"""
-_WORKER = ".worker"  # lock of a process of this command; `fdc run` has one of its own
-_LOST = 60  # seconds in which the run of a dead Ray worker can save and end
+_WORKER = ".worker"  # lock of `fdc paper` in the folder of a run; `fdc run` locks `.lock`
+_SAVE_SECONDS = 60  # time in which the run of a dead Ray worker can save and end
 
 Outcome = tuple[int, str]  # exit code and last line of a run
 Ended: TypeAlias = "Iterator[tuple[Run, Outcome]]"
@@ -61,14 +61,14 @@ _log = logging.getLogger(__name__)
 
 
 class Run(NamedTuple):
-    """A benchmark, a learner and a seed, with the words of their `fdc run`."""
+    """A benchmark, a learner and a seed, with the arguments of their `fdc run`."""
 
     benchmark: str
     learner: str
     seed: int
     folder: Path
-    words: tuple[str, ...]
-    config: Config  # of any seed
+    words: tuple[str, ...]  # arguments of `fdc run`
+    config: Config  # shared by all seeds
 
     @property
     def titles(self) -> tuple[str, str, str]:
@@ -92,7 +92,7 @@ class Run(NamedTuple):
 
     @property
     def other(self) -> str:
-        """Fields that the run in the folder has with other values, in words."""
+        """Fields whose values differ in the run that the folder holds, as text, or ""."""
         fields = configuration.flatten(self.config) | {"seed": [self.seed]}
         if not self.config.train.epochs:  # The run chooses a number.
             del fields["train.epochs"]
@@ -100,7 +100,7 @@ class Run(NamedTuple):
 
     @property
     def state(self) -> str:
-        """State of the run: done, running, begun, to do, or other: the folder has another run."""
+        """State: done, running, begun, to do, or other if the folder holds another run."""
         if self.other:
             return "other"
         if self.results:
@@ -113,32 +113,32 @@ class Run(NamedTuple):
 # The plan -----------------------------------------------------------------------------------------
 
 
-def plan(options: Namespace, given: dict[str, str]) -> tuple[list[Run], dict[str, str]]:
+def plan(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict[str, str]]:
     """Returns all runs, the most valuable first, and the missing data by benchmark.
 
     Args:
-        options: of the command line.
-        given: values of the flags `--config.FIELD`, for all runs.
+        options: parsed options of the command.
+        overrides: values of the flags `--config.FIELD`, for all runs.
 
     Raises:
         InputError: a name or a field is unknown, or a value is not allowed.
     """
-    names, chosen, seeds = (
+    benchmark_names, learner_names, seeds = (
         text.split(",") for text in (options.benchmarks, options.learners, options.seeds)
     )
     if not all(map(str.isdecimal, seeds)):
         raise InputError(f"--seeds: expected whole numbers such as 1,2,3, found {options.seeds}")
     recognise = functools.cache(weights.recognise)
-    flags, data, missing, configs = _FLAGS_OF_ALL | given, {}, {}, {}
-    for benchmark in names:
+    flags, data, missing, configs = _FLAGS_OF_ALL | overrides, {}, {}, {}
+    for benchmark in benchmark_names:
         if benchmark not in benchmarks.BENCHMARKS:
             raise InputError(did_you_mean("--benchmarks", benchmark, benchmarks.BENCHMARKS))
         try:
-            own = "--config.data.source" in given
-            data[benchmark] = {} if own else _find_data(benchmark, options.data)
+            has_source = "--config.data.source" in overrides
+            data[benchmark] = {} if has_source else _find_data(benchmark, options.data)
         except InputError as error:
             data[benchmark], missing[benchmark] = {}, str(error)
-    for benchmark, learner in itertools.product(names, chosen):
+    for benchmark, learner in itertools.product(benchmark_names, learner_names):
         learners.find(learner)
         fields = (data[benchmark] | flags).items()
         config = configured([f"--config={benchmark}:{learner}", *map("=".join, fields)])
@@ -148,17 +148,17 @@ def plan(options: Namespace, given: dict[str, str]) -> tuple[list[Run], dict[str
         encoder.image_size = encoder.image_size or variant.image_size
         configs[benchmark, learner] = config
     runs = []
-    for seed, learner, benchmark in itertools.product(seeds, chosen, names):
+    for seed, learner, benchmark in itertools.product(seeds, learner_names, benchmark_names):
         folder = Path(options.workdir) / benchmark / learner / f"seed_{seed}"
-        of_run = {"--config": f"{benchmark}:{learner}"} | data[benchmark] | flags
-        of_run |= {"--config.seed": seed, "--workdir": str(folder)}
-        words = tuple(map("=".join, of_run.items()))
+        run_flags = {"--config": f"{benchmark}:{learner}"} | data[benchmark] | flags
+        run_flags |= {"--config.seed": seed, "--workdir": str(folder)}
+        words = tuple(map("=".join, run_flags.items()))
         runs.append(Run(benchmark, learner, int(seed), folder, words, configs[benchmark, learner]))
     return runs, missing
 
 
 def _find_data(benchmark: str, data: str) -> dict[str, str]:
-    """Returns flags that name the data of a benchmark, none of data that a run finds by itself.
+    """Returns the flags that name the data of a benchmark; none if a run finds them by itself.
 
     Raises:
         InputError: the data are missing.
@@ -178,7 +178,7 @@ def _find_data(benchmark: str, data: str) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """Returns a name without case, signs and the suffix of an archive."""
+    """Returns a name in lower case, without punctuation and the suffix of an archive."""
     return re.sub(r"[\W_]", "", archive.stem(name).lower())
 
 
@@ -191,16 +191,16 @@ def measure(runs: Sequence[Run], stop: StopRequest) -> Machines:
     for kind, configs in kinds.items():
         try:
             machines[kind] = _apart(estimate.machine, configs, stop=stop)
-        except Exception as error:  # A plan without hours is a plan.
+        except Exception as error:  # The plan is useful without hours.
             stop.poll()
             _log.warning("hours and GiB for %s are unknown: %s", kind[0], errors.line(error))
     return machines
 
 
 def _apart(function: Callable[..., Any], *arguments: Any, stop: StopRequest) -> Any:
-    """Returns the value of a function in a process of its own, which ends when `stop` asks for it.
+    """Returns the result of a function that runs in a new process, killed if a stop is requested.
 
-    The process gives the memory of its devices back at its end. A Ctrl-C does not reach it.
+    The process frees the memory of its devices when it ends. Ctrl-C does not reach the process.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -216,9 +216,9 @@ def _apart(function: Callable[..., Any], *arguments: Any, stop: StopRequest) -> 
 
 
 def needs(runs: Sequence[Run], machines: Machines) -> list[tuple[float, float]]:
-    """Returns the hours that are left of each run, and its GiB; NaN if unknown, 0 if finished.
+    """Returns the remaining hours and the GiB of every run; NaN if unknown, 0 if finished.
 
-    Hours follow from finished runs of its learner, else of its encoder, else from the machine.
+    The speed is that of finished runs of its learner, else of its encoder, else of the machine.
     """
     speeds: dict[tuple[Any, ...], float] = {kind: m.seconds for kind, m in machines.items()}
     finished = [run.results for run in runs]
@@ -241,7 +241,7 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[tuple[float, float]]:
 
 
 def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines) -> str:
-    """Returns the plan in words: a row per run, missing data, and sums."""
+    """Returns the plan as text: a table with a row per run, missing data, and totals."""
     estimates, states = needs(runs, machines), [run.state for run in runs]
     rows = [
         (number, *run.titles, state, *(f"{amount:,.2f}".replace("nan", "-") for amount in amounts))
@@ -268,13 +268,13 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
 
 
 def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
-    """Runs `fdc run` to its end, with its output in `log.txt` in the work directory.
+    """Runs `fdc run` and appends its output to `log.txt`; returns its exit code and last line.
 
     Returns None if another process works on the run.
     """
     try:
         with locked(run.folder / _WORKER):
-            with locked(run.folder / ".lock"):  # of an `fdc run` by hand
+            with locked(run.folder / ".lock"):  # fails if a user's own `fdc run` holds it
                 pass
             _say(f"{run}: {run.command}", quiet)
             path = run.folder / "log.txt"
@@ -309,20 +309,20 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
 
 
 def _lines(child: subprocess.Popen[bytes], log: BinaryIO, stop: StopRequest) -> Iterator[str]:
-    """Yields the lines that a process appends to its log, until it ends or `stop` asks for it."""
-    start = log.tell()
+    """Yields the lines that a process appends to its log; raises if a stop is requested."""
+    position = log.tell()
     while child.poll() is None:
         stop.poll()
         with suppress(subprocess.TimeoutExpired):
             child.wait(0.5)
-        log.seek(start)
+        log.seek(position)
         while (line := log.readline()).endswith(b"\n"):
-            start += len(line)
+            position += len(line)
             yield line.decode(errors="replace")
 
 
 def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
-    """Returns how a run ended, and what is left if the runs in work go on side by side."""
+    """Returns a line on how a run ended, and the time left if as many runs stay in parallel."""
     accuracy = run.results.get("accuracy", {})
     text = ", ".join(f"{name} {value:.2f}" for name, value in accuracy.items())
     text = f"failed: {outcome[1]}" if outcome[0] else text
@@ -335,9 +335,9 @@ def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines)
 
 
 def work(runs: Sequence[Run], options: Namespace, stop: StopRequest) -> Ended:
-    """Runs, one after the other, whatever no other process works on."""
+    """Performs, one after the other, the runs that no other process works on."""
     tried: set[Path] = set()
-    # From the first one again, as another process may have died.
+    # Every search starts at the first run, as a process that worked on one may have died.
     while free := [r for r in runs if r.folder not in tried and r.state in ("begun", "to do")]:
         stop.poll()
         if outcome := attempt(free[0], stop, options.quiet):
@@ -346,7 +346,7 @@ def work(runs: Sequence[Run], options: Namespace, stop: StopRequest) -> Ended:
 
 
 def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) -> Ended:
-    """Hands all runs to Ray.
+    """Hands all unfinished runs to Ray; yields every run with its outcome when it ends.
 
     Raises:
         InputError: Ray is not installed, or its cluster has too few GPUs.
@@ -357,7 +357,7 @@ def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) ->
         raise InputError("--ray needs Ray: pip install 'fdc_jax[ray]'") from error
     try:
         ray.init(options.ray or None, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # Ray raises plain ones.
+    except Exception as error:  # Ray's errors share no base class.
         raise InputError(f"--ray: Ray does not start: {errors.line(error)}") from error
     gpus = ray.cluster_resources().get("GPU", 0.0)
     if gpus < options.ray_gpus:
@@ -380,14 +380,14 @@ def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) ->
         for task in pending:
             ray.cancel(task)
         if pending:
-            ray.wait([*pending], num_returns=len(pending), timeout=_LOST)
+            ray.wait([*pending], num_returns=len(pending), timeout=_SAVE_SECONDS)
         ray.shutdown()
 
 
 def _in_worker(run: Run, folder: str) -> Outcome:
-    """Runs a run in a Ray worker; the process of a dead worker may still be saving it."""
+    """Performs a run in a Ray worker; waits while the process of a dead worker saves the run."""
     os.chdir(folder)
-    for _ in range(_LOST):
+    for _ in range(_SAVE_SECONDS):
         if outcome := attempt(run, StopRequest()):
             return outcome
         time.sleep(1)
@@ -398,7 +398,7 @@ def _in_worker(run: Run, folder: str) -> Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, the code of the first run that failed, or an error's."""
+    """Runs the command; returns 0, or the code of an error or of the first run that failed."""
     argv = sys.argv[1:] if arguments is None else arguments
     program = errors.Program(
         "paper",
@@ -408,9 +408,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = program.add_argument
     add("--data", default="", help="folder with the benchmarks' archives or folders, as PILOT's")
     add("--workdir", default="runs/paper", help="folder of all runs and of the report")
-    five, nine = ",".join(paper.benchmarks()), ",".join(("cumulative_lora", *paper.plugged()))
-    add("--benchmarks", default=five, help="the paper's five, or others such as digits")
-    add("--learners", default=nine, help="the paper's nine, or others")
+    names, plugged = ",".join(paper.benchmarks()), ",".join(paper.plugged())
+    add("--benchmarks", default=names, help="the paper's five, or others such as digits")
+    add("--learners", default=f"cumulative_lora,{plugged}", help="the paper's nine, or others")
     add("--seeds", default="1,2,3", help="training seeds")
     add("--dry_run", action="store_true", help="print the plan and end")
     add("--ray", nargs="?", const="", metavar="ADDRESS", help="hand the runs to Ray")
@@ -477,14 +477,14 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
 
 
 def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None:
-    """Measures the inference of the first finished run of each benchmark, unless that is done."""
+    """Measures the inference latency of the first finished run of each benchmark, if unknown."""
     for run in {run.benchmark: run for run in reversed(runs) if run.results}.values():
         if RunPaths(run.folder).read_latency():
             continue
         _say(f"{run}: measures the latency of inference", quiet)
         try:
             _apart(_timed, run.folder, configuration.of_host(run.config), stop=stop)
-        except Exception as error:  # The other tables do without.
+        except Exception as error:  # Only one table needs the latency.
             stop.poll()
             _say(f"{run}: latency is unknown: {errors.line(error)}")
 

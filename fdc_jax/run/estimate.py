@@ -1,8 +1,8 @@
-"""Hours and GiB of a run before it starts, by finished runs of its kind or a timed training step.
+"""Estimates of the hours and GiB of a run, by finished runs of its kind or a timed training step.
 
-Time is counted in passes: an image that a training step sees is one, an image that is encoded
-without gradients half of one. Further passes of single learners, such as those of InfLoRA before a
-task, are left out.
+Work is counted in passes: an image in a training step counts one, an image that is encoded without
+gradients counts half. Extra passes of single learners, such as those of InfLoRA before a task, are
+not counted.
 """
 
 import time
@@ -23,8 +23,8 @@ from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.setup import Setup
 
-_TIMED_SECONDS = 3.0  # of training steps after the one that compiles
-_FEW_IMAGES = 4  # of a step on a processor, whose speed depends little on their number
+_TIMED_SECONDS = 3.0  # duration of the timed training steps, which follow a step that compiles
+_FEW_IMAGES = 4  # images of a timed step on a CPU, whose speed depends little on their number
 # Parts of a run's time, under their names in `results.json`; those of calibrators are by name.
 _PARTS = (
     *("training", "compile", "adapted_extraction", "pretrained_extraction"),
@@ -41,9 +41,9 @@ class Size(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The speed of this machine, and what else only a process with its devices knows."""
+    """Measurements of this machine, by a process that uses its devices."""
 
-    seconds: float  # of a pass
+    seconds: float  # per pass
     state_bytes: dict[Any, int]  # of a learner's state, by the key of its configuration
     width: int  # of the encoder's features
     device: str  # number and kind of the devices
@@ -51,28 +51,28 @@ class Machine(NamedTuple):
 
 def task_sizes(config: Config) -> tuple[int, ...]:
     """Returns the number of classes of each task of a benchmark, also beyond `num_tasks`."""
-    known = benchmarks.BENCHMARKS[config.benchmark]
+    benchmark = benchmarks.BENCHMARKS[config.benchmark]
     wanted = configuration.flatten(config)["classes_per_task"]
-    return benchmarks.task_sizes(known.name, known.num_classes, wanted)
+    return benchmarks.task_sizes(benchmark.name, benchmark.num_classes, wanted)
 
 
 def size(config: Config) -> Size:
     """Returns the size of a run on a benchmark, from the table of benchmarks."""
-    known, data = benchmarks.BENCHMARKS[config.benchmark], config.data
+    benchmark, data = benchmarks.BENCHMARKS[config.benchmark], config.data
     learned = task_sizes(config)[: config.num_tasks or None]
-    share = sum(learned) / known.num_classes
+    share = sum(learned) / benchmark.num_classes
 
     def images(count: int, limit: int) -> int:
-        return round(share * min(count, limit * known.num_classes or count))
+        return round(share * min(count, limit * benchmark.num_classes or count))
 
-    train = images(known.num_train, data.train_per_class)
-    return Size(train, images(sum(known.task_test_counts), data.test_per_class), len(learned))
+    train = images(benchmark.num_train, data.train_per_class)
+    return Size(train, images(sum(benchmark.task_test_counts), data.test_per_class), len(learned))
 
 
 def passes(fields: Mapping[str, Any], size: Size) -> float:
-    """Returns the passes of a run with these fields of its configuration."""
-    epochs, every = fields["train.epochs"] or 20, fields["evaluation.every"]
-    evaluated = [n for n in range(1, size.tasks + 1) if n % every == 0 or n == size.tasks]
+    """Returns the number of passes of a run, from its size and the fields of its configuration."""
+    epochs, interval = fields["train.epochs"] or 20, fields["evaluation.every"]
+    evaluated = [n for n in range(1, size.tasks + 1) if n % interval == 0 or n == size.tasks]
     return (epochs + 1) * size.train + 0.5 * size.test * sum(evaluated) / size.tasks
 
 
@@ -86,9 +86,9 @@ def seconds_per_pass(results: Mapping[str, Any]) -> float | None:
 
 
 def disk(config: Config, size: Size, state_bytes: int, width: int) -> int:
-    """Returns about the bytes of a work directory: features, checkpoints and calibrators."""
+    """Returns the approximate bytes of the features, checkpoints and calibrators of a run."""
     features = 4 * width * (3 * size.train + 2 * size.test) if config.save_features else 0
-    # The newest files of calibrators stay, and final ones; the scatters of tasks are most of them.
+    # The newest and the final calibrators are kept, and consist mostly of the scatters of tasks.
     calibrators = (config.checkpoint.keep + 2) * size.tasks * 4 * width**2
     return features + config.checkpoint.keep * state_bytes + calibrators
 
@@ -99,10 +99,10 @@ def kind(config: Config) -> tuple[Any, ...]:
 
 
 def machine(configs: Mapping[Any, Config]) -> Machine:
-    """Times the first learner with random weights; needs neither data nor downloads.
+    """Measures this machine by the first learner with random weights, without data or downloads.
 
-    Takes the memory of the devices, so that a process of its own should call it. The configurations
-    are of one kind, by any key.
+    Takes the memory of the devices, so that it should have its own process. All configurations are
+    of one `kind`; their keys may be anything.
     """
     mesh, learners = devices.data_mesh(), {}
     for key, config in configs.items():
@@ -147,7 +147,7 @@ def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
 
 
 def seconds_after(setup: Setup, records: Sequence[Mapping[str, Any]], tasks_done: int = 0) -> float:
-    """Returns about the seconds of the tasks that are left, by the records of a frozen encoder."""
+    """Returns the approximate seconds of the remaining tasks, from records of a frozen encoder."""
     batch = setup.config.evaluation.batch_size
     seconds = min(  # per image, padding included; the first task compiles
         record["timing"]["adapted_extraction_seconds"]
@@ -175,7 +175,7 @@ def describe(setup: Setup, num_seeds: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time in hours, minutes or seconds, in words."""
+    """Returns a time as text in hours, minutes or seconds."""
     if seconds < 60:
         return f"{max(seconds, 1):.0f} s"
     minutes, hours = seconds / 60, seconds / 3600

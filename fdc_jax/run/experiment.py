@@ -58,26 +58,26 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
     setup, learner, store = work.setup, work.setup.learner, work.store
     state, calibrators, num_tasks = point.state, point.calibrators, len(work.setup.tasks.tasks)
     for task in range(point.tasks_done, num_tasks):
-        took, processor = {"previous_extraction_seconds": 0.0}, time.process_time()
+        timing, cpu_start = {"previous_extraction_seconds": 0.0}, time.process_time()
         if task >= point.trained_tasks:
             if task and learner.trains and any(c.reads_previous for c in calibrators.values()):
-                took = keep_previous(work, task, learner.encoder(setup.backbone, state, task))
+                timing = keep_previous(work, task, learner.encoder(setup.backbone, state, task))
             state = train(work, task, state, point)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)
         heads = setups.heads(learner, state, task + 1)
-        before = devices.peak_memory()
+        peak = devices.peak_memory()
         features, extracted = extract(work, task, encoder, heads[task])  # line 4
-        memory: dict[str, Any] = {"extraction": devices.peak_rise(before)}
-        still = task > 0 and not learner.trains  # The encoder before the task is the same.
-        complete = features._replace(previous=features.adapted) if still else features
+        memory: dict[str, Any] = {"extraction": devices.peak_rise(peak)}
+        same_encoder = task > 0 and not learner.trains  # E_{t-1} is E_t.
+        complete = features._replace(previous=features.adapted) if same_encoder else features
         fitted, memory["fit"] = fit(calibrators, complete)  # lines 5 to 13
-        took |= extracted | fitted
+        timing |= extracted | fitted
         store.keep(task, calibrators, features)
-        store.event("statistics", task=task, **took)
+        store.event("statistics", task=task, **timing)
         if setup.evaluated[task]:
             record = evaluate(work, task, encoder, heads, calibrators)  # lines 14 to 20
-            took["processor_seconds"] = time.process_time() - processor
-            record["timing"] |= work.log.timing | took
+            timing["processor_seconds"] = time.process_time() - cpu_start
+            record["timing"] |= work.log.timing | timing
             record["peak_memory"] = {"training": work.log.peak_memory} | memory
             store.record(record)
             work.progress.line(evaluation.describe(record, num_tasks))
@@ -95,7 +95,7 @@ def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> R
     names = configuration.calibrators(setup.config)
     new = {name: calibration.make(name, **settings) for name in names}
     for calibrator in new.values():
-        calibrator.doubts = ""  # Rows and labels of a run belong together.
+        calibrator.doubts = ""  # In a run, head rows and labels cannot be misaligned.
     for number, cursor, tree in setups.checkpoints(setup, checkpoints, seed):
         trained, step = cursor["tasks_done"], cursor["step"]
         # A checkpoint at the end of a task has its encoder: fit and evaluation can be repeated.
@@ -127,7 +127,7 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     """Learns a task, from its first step or the resume point (line 3); returns the new state."""
     setup, log = work.setup, work.log
     learner, update, backbone = setup.learner, setup.update, setup.backbone
-    mesh, every = learner.setup.mesh, setup.config.checkpoint.every_steps
+    mesh, interval = learner.setup.mesh, setup.config.checkpoint.every_steps
     first, epochs = point.step if task == point.trained_tasks else 0, setup.epochs
     planned = {"classes_per_task": learner.setup.classes_per_task}  # the slots of a checkpoint
 
@@ -147,10 +147,10 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     log.begin(batches, len(setup.tasks.tasks))
     for step, batch in enumerate(batches, start=first):
         rate = setup.schedule(step // batches.steps_per_epoch, epochs)
-        placed = devices.split(mesh, batch)
-        trained, optimizer, loss = update.step(backbone, frozen, trained, optimizer, placed, rate)
+        sharded = devices.split(mesh, batch)
+        trained, optimizer, loss = update.step(backbone, frozen, trained, optimizer, sharded, rate)
         log.step(step, loss, batch)
-        due = work.stop.requested() or (step + 1) % every == 0
+        due = work.stop.requested() or (step + 1) % interval == 0
         if due and step + 1 < batches.num_steps:
             log.pause()
             save(task, step + 1, state=state, trained=trained, optimizer=optimizer)
@@ -185,15 +185,15 @@ def extract(work: Work, task: int, encoder: Any, head: Any) -> tuple[TaskFeature
 def fit(
     calibrators: dict[str, Any], features: TaskFeatures
 ) -> tuple[dict[str, Seconds], dict[str, int | None]]:
-    """Fits calibrators on a task; returns their seconds, and the rise of the device's peak."""
-    took, rises = {}, {}
+    """Fits calibrators on a task; returns seconds and rises of the memory peak, by name."""
+    seconds, rises = {}, {}
     for name, calibrator in calibrators.items():
-        before, clock = devices.peak_memory(), time.perf_counter()
+        peak, clock = devices.peak_memory(), time.perf_counter()
         features.fit(calibrator)
         calibrator.finalize()
-        took[name] = time.perf_counter() - clock
-        rises[name] = devices.peak_rise(before)
-    return {"fit_seconds": took}, rises
+        seconds[name] = time.perf_counter() - clock
+        rises[name] = devices.peak_rise(peak)
+    return {"fit_seconds": seconds}, rises
 
 
 def evaluate(
@@ -205,11 +205,11 @@ def evaluate(
     labels, true_tasks = tasks.test_labels[seen], tasks.test_tasks[seen]
     adapted, pretrained = work.images.test_features(len(labels), encoder)
     views = adapted.features, pretrained and pretrained.features
-    scores, components, took = score(calibrators, heads, *views)
-    sure = unlike = None
+    scores, components, seconds = score(calibrators, heads, *views)
+    confidences = unlike = None
     for name in calibrators:
         if METHODS[name].gives_confidence:
-            sure, typicality = calibrators[name].assess(*views)
+            confidences, typicality = calibrators[name].assess(*views)
             unlike = 100.0 * float(np.mean(typicality < familiarity.UNTYPICAL))
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
@@ -226,10 +226,10 @@ def evaluate(
         "task": task,
         "test_images": len(labels),
         "labels": {name: evaluation.pack(s.label) for name, s in scores.items()},
-        **evaluation.measure(scores, labels, true_tasks, sure),
+        **evaluation.measure(scores, labels, true_tasks, confidences),
         "unlike_learned": unlike,
         "components": {n: evaluation.accuracy(labels, s.label) for n, s in components.items()},
-        "timing": {f"test_extraction_{n}": value for n, value in extraction.items()} | took,
+        "timing": {f"test_extraction_{n}": value for n, value in extraction.items()} | seconds,
     }
 
 
@@ -240,7 +240,7 @@ def score(
     pretrained: Float[np.ndarray, "n e"] | None,
 ) -> tuple[dict[str, Scores], dict[str, Scores], dict[str, Seconds]]:
     """Returns the scores of every calibrator, scores of components, and seconds by calibrator."""
-    scores, components, took = {}, {}, {}
+    scores, components, seconds = {}, {}, {}
     for name, calibrator in calibrators.items():
         calibrator.replace_heads(heads)
         clock = time.perf_counter()
@@ -249,5 +249,5 @@ def score(
             scores |= {"raw": components["raw"], name: components["full"]}
         else:
             scores[name] = calibrator.score(adapted, pretrained)
-        took[name] = time.perf_counter() - clock
-    return scores, components, {"score_seconds": took}
+        seconds[name] = time.perf_counter() - clock
+    return scores, components, {"score_seconds": seconds}

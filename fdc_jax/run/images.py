@@ -22,17 +22,17 @@ class RunImages:
 
     Args:
         setup: images, encoder and devices.
-        seed: of augmentations and their order.
-        poll: called before each batch that is not a training step's; raises to stop.
+        seed: seed of the augmentations and of the order of the images.
+        poll: called before every batch outside training steps; raises if a stop is requested.
     """
 
     def __init__(self, setup: Setup, seed: int, poll: Callable[[], None]):
         self._setup, self._seed, self._poll = setup, seed, poll
-        # The memory that test images leave has the decoded training images of the current task.
+        # Decoded training images of the current task share the cache with the test images.
         self._decoded = setup.test_images
 
     def batches(self, task: int, epochs: int = 1, start_step: int = 0) -> TrainBatches:
-        """Returns the augmented batches of a task from a step on, on the host."""
+        """Returns the augmented batches of a task from a training step on, as NumPy arrays."""
         return TrainBatches(
             *self._labelled(task),
             seed=self._seed,
@@ -65,7 +65,7 @@ class RunImages:
     def train_features(self, task: int, encoder: Any) -> Views:
         """Returns features of a task's training images (Algorithm 1, line 4).
 
-        Those of E_0 are kept for other seeds and learners; the decoded images are forgotten.
+        Features of E_0 are cached for other seeds and learners; decoded images leave the memory.
         """
         setup, cache = self._setup, self._setup.pretrained_features
         key = f"train_{task:03d}", setup.tasks.train_indices[task]
@@ -82,7 +82,7 @@ class RunImages:
         return adapted, pretrained
 
     def _pretrained(self, task: int) -> Extraction:
-        """Returns features of a task's training images by E_0, and keeps them for other runs."""
+        """Returns features of a task's training images by E_0, and caches them for other runs."""
         setup, cache = self._setup, self._setup.pretrained_features
         key = f"train_{task:03d}", setup.tasks.train_indices[task]
         extraction = cache.find(*key)

@@ -1,6 +1,6 @@
-"""The events of `metrics.jsonl` for TensorBoard and Weights & Biases, where they are installed.
+"""The events of `metrics.jsonl` for TensorBoard and Weights & Biases, if they are installed.
 
-The file stays the source: a process that resumes a run passes on every event of the file once.
+A process that resumes a run first passes on the events that the file has, each event once.
 """
 
 import json
@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_KEYS = ("event", "time", "task", "epoch", "step", "tasks_done")  # fields that are no values
+_KEYS = ("event", "time", "task", "epoch", "step", "tasks_done")  # fields that are not logged
 
 
 class Loggers:
-    """The loggers of `config.log`, and the file of events of a run."""
+    """The loggers of `config.log`, which get the events of a run and of its file."""
 
     def __init__(self, names: str, events: Path):
         self._names, self._folder = list(filter(None, names.split(","))), events.parent
         self._sinks: list[Callable[..., None]] = []
         self._seen: list[tuple[Any, ...]] = []
         for line in events.read_text("utf-8").splitlines() if names and events.exists() else ():
-            if line.endswith("}"):  # The last one may lack its end.
+            if line.endswith("}"):  # The last line may be incomplete.
                 self.add(json.loads(line))
 
     def add(self, event: dict[str, Any]) -> None:
-        """Passes an event on, unless it comes again, after a stop within a task."""
+        """Passes an event on, unless it is a repetition after a stop within a task."""
         kind, task = event["event"], event.get("task", 0)
         key = kind, task, event.get("epoch")
         values = {name: value for name, value in event.items() if name not in _KEYS}
@@ -68,8 +68,8 @@ def _wandb(folder: Path, start: float) -> Callable[..., None]:
     import wandb  # pyright: ignore[reportMissingImports]
 
     # If a run resumes under its name, the service skips steps that it has.
-    same = {"id": f"{1000 * start:.0f}", "resume": "allow", "reinit": "finish_previous"}
-    run = wandb.init(project="fdc_jax", name=folder.name, dir=folder, **same)
+    options = {"id": f"{1000 * start:.0f}", "resume": "allow", "reinit": "finish_previous"}
+    run = wandb.init(project="fdc_jax", name=folder.name, dir=folder, **options)
     return lambda values, step, number, time: run.log(values | {"step": step}, step=number)
 
 

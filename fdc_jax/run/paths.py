@@ -24,45 +24,45 @@ class RunPaths:
         self.config_file = self.folder / "config.json"
         self.results_file = self.folder / "results.json"  # the last one that a run writes
         self.predictions_file = self.folder / "predictions.npz"
-        # In the place of checkpoints and of a file elsewhere, where the folder was exported.
+        # In exports, which have no checkpoints and no encoder elsewhere.
         self.merged_file = self.folder / "merged.safetensors"
         self.weights_file = self.folder / "pretrained" / "model.safetensors"
 
     def calibrator_file(self, name: str) -> Path:
-        """File of a calibrator of all tasks."""
+        """Returns the path of a calibrator fitted on all tasks."""
         return self.folder / "calibrators" / f"{name}.npz"
 
     def fitted_file(self, name: str, num_tasks: int) -> Path:
-        """File of a calibrator of the first `num_tasks` tasks, ready for more."""
+        """Returns the path of a calibrator of the first `num_tasks` tasks, to be fitted on more."""
         return self.folder / "calibrators" / f"{name}_{num_tasks:03d}.npz"
 
     def record_file(self, task: int) -> Path:
-        """File of the evaluation after a task."""
+        """Returns the path of the evaluation after a task."""
         return self.folder / "tasks" / f"task_{task:03d}.json"
 
     def recorded_tasks(self) -> list[int]:
-        """Tasks with an evaluation."""
+        """Returns the tasks after which an evaluation is saved."""
         paths = self.folder.glob("tasks/task_*.json")
         return sorted(int(path.stem.removeprefix("task_")) for path in paths)
 
     def read_config(self) -> dict[str, Any]:
-        """Returns the content of `config.json`; like the next two, raises InputError with a remedy.
+        """Returns the content of `config.json`; raises InputError with a remedy if it is damaged.
 
-        Fields of the configuration by name, see `configuration.completed`; beside them, under names
-        with a space, checksums and the known classes.
+        Keys are fields of the configuration, see `configuration.completed`, and names with a space,
+        which have checksums and the known classes.
         """
 
         def complete(saved: dict[str, Any]) -> dict[str, Any]:
             if saved.get(CLASSES) and len(saved[CLASSES]) != sum(saved[PLANNED]):
                 raise InputError(f"{PLANNED}: expected {len(saved[CLASSES])} classes in all")
-            beside = {name: value for name, value in saved.items() if " " in name}
-            return configuration.completed(saved) | beside
+            extra = {name: value for name, value in saved.items() if " " in name}
+            return configuration.completed(saved) | extra
 
         remedy = "put it back, or choose another --workdir"
         return _read(self.config_file, schema.Config, remedy, complete)
 
     def differing(self, fields: Mapping[str, Any]) -> str:
-        """Returns the fields that a run in the folder has with other values, in words.
+        """Returns the fields whose values differ in the run of the folder, as text, or "".
 
         Fields that divide classes into tasks may differ, as a run may grow by further tasks.
         """
@@ -112,9 +112,9 @@ def known_of(saved: dict[str, Any]) -> Known:
 
 
 def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) -> Known:
-    """Returns the known classes of the run that knows most, of the runs of several seeds.
+    """Returns the known classes of the seed whose run knows most classes.
 
-    Their tasks keep their sizes, unless `classes_per_task` has changed.
+    The sizes of their tasks are empty if `classes_per_task` has changed.
     """
 
     def read() -> dict[str, Any]:
@@ -123,5 +123,5 @@ def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) ->
 
     saved = processes.on_first(read)()
     known = known_of(saved)
-    same = saved.get("classes_per_task") == classes_per_task
-    return known if same else known._replace(sizes=())
+    unchanged = saved.get("classes_per_task") == classes_per_task
+    return known if unchanged else known._replace(sizes=())

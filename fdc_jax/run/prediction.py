@@ -47,7 +47,7 @@ EVIDENCE = {
 
 
 def parts_of_score(terms: Terms) -> dict[str, Float[np.ndarray, "n tasks"]]:
-    """Splits FDC's scores: all of `EVIDENCE` but the raw logit add up to them.
+    """Splits FDC's scores into the parts of `EVIDENCE`; all except the raw logit add up to them.
 
     A score is the filtered logit, then residual and affinity of each view in units of the head's
     score scale (paper, Eq. dual-main). Therefore the parts are differences of scores with
@@ -76,18 +76,18 @@ class Predictions:
     def __init__(self, run: Run, images: Any, top: int = 5, method: str | None = None):
         if not isinstance(top, int | np.integer) or top < 1:
             raise InputError(f"top: expected a whole number from 1 on, found {top!r}")
-        named = list(_named(images))
-        if not named:
+        named_images = list(_named(images))
+        if not named_images:
             raise InputError("expected images, found none")
         answering = run.answering()
         self.before_training = answering is not run
         self.run = run = answering
         self.top, self.method = top, method or run.best_calibrator
         self.images = _NewImages(
-            *("images", "", "", np.zeros(len(named), np.int32)),
-            ids=tuple(name for name, _ in named),
+            *("images", "", "", np.zeros(len(named_images), np.int32)),
+            ids=tuple(name for name, _ in named_images),
             class_names=(),
-            read=lambda index: _content(named[index][1]),
+            read=lambda index: _content(named_images[index][1]),
             upright=run.config["benchmark"] not in BENCHMARKS,  # as the training images were
         )
         self.unreadable = self.images.unreadable
@@ -97,8 +97,8 @@ class Predictions:
         self.heads = run.heads()[: self.num_tasks]
         self.calibrator.replace_heads(self.heads)
         self.class_names = np.array(run.class_names, object)
-        # Small batches show the time left soon; sizes that are powers of two compile few programs.
-        last = len(named) - 1
+        # Small batches give an early estimate of the time left; powers of two compile few programs.
+        last = len(named_images) - 1
         small = 1 << max(last // 32, min(last, 7)).bit_length()
         self.batch_size = min(run.config["evaluation.batch_size"], small)
 
@@ -138,7 +138,7 @@ class Predictions:
         raw = best_by_task(logits, calibrator.classes)
         label, task, rows = scores.label, scores.task, np.arange(len(by_class))
         labels = np.concatenate(scores.classes)
-        tasks = np.repeat(np.arange(self.num_tasks), [len(own) for own in scores.classes])
+        tasks = np.repeat(np.arange(self.num_tasks), [*map(len, scores.classes)])
         # The prediction comes first even if another class has the same score.
         order = np.where(labels == label[:, None], np.inf, by_class)
         ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
@@ -159,12 +159,12 @@ class Predictions:
         columns["changed"] = raw.label != label
         columns |= {name: values[rows, task] for name, values in evidence.items()}
         if self.num_tasks > 1:
-            others = scores.task_scores.copy()
-            others[rows, task] = -np.inf
-            rival = others.argmax(axis=1)
+            rival_scores = scores.task_scores.copy()
+            rival_scores[rows, task] = -np.inf
+            rival = rival_scores.argmax(axis=1)
             columns["rival_class"] = self.class_names[scores.label_in_task(rival)]
             columns["rival_task"] = rival + 1
-            columns["rival_score"] = others[rows, rival]
+            columns["rival_score"] = rival_scores[rows, rival]
             columns |= {f"rival_{name}": values[rows, rival] for name, values in evidence.items()}
         return pd.DataFrame(columns)
 
@@ -181,7 +181,7 @@ class Predictions:
 
 @dataclasses.dataclass(frozen=True)
 class _NewImages(Dataset):
-    """Images that belong to no data set, by their own names; unreadable ones are black."""
+    """Named images that belong to no data set; an unreadable image becomes a black one."""
 
     unreadable: dict[int, str] = dataclasses.field(default_factory=dict)  # errors by index
 
@@ -203,8 +203,8 @@ def _named(images: Any) -> Iterator[tuple[str, Path | Image.Image]]:
             yield os.fsencode(image).decode("utf-8", "backslashreplace"), image
             continue
         if isinstance(image, np.ndarray):
-            shaped = image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3)
-            if image.dtype != np.uint8 or not shaped or not image.size:
+            valid_shape = image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3)
+            if image.dtype != np.uint8 or not valid_shape or not image.size:
                 raise InputError(
                     f"image {position}: expected a uint8 array [h, w], [h, w, 3] or [n, h, w, 3], "
                     f"found {image.dtype} of shape {[*image.shape]}"

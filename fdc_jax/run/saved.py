@@ -38,15 +38,15 @@ from fdc_jax.run.setup import Encoders
 class Run(RunPaths):
     """The work directory of one seed, finished or stopped, or its export by `fdc_jax.export`.
 
-    The folder may come from a stranger. It says nothing about this machine: code, images, weights
-    and the cache are those that the caller names, and nothing is downloaded.
+    The folder may come from a stranger, so that no path in it is used: the caller names code,
+    images, weights and cache, and nothing is downloaded.
 
     Args:
         folder: path of the directory.
-        data_dir: folder or archive of the images, or a folder of data prepared by TFDS. Only the
-            digits, which the package has, need not be named.
-        weights: file of the pretrained encoder. Exports have their own; the digits' and AugReg's
-            in the user's cache need not be named. All are compared by their checksum.
+        data_dir: folder or archive of the images, or a folder of data prepared by TFDS. The digits
+            need none, as they are part of the package.
+        weights: file of the pretrained encoder, whose checksum is compared. Exports need none, nor
+            do runs with weights of the digits or of AugReg that are in the user's cache.
         learner: the module of a learner outside the package, whose code is run.
         host: instead of `data_dir` and `weights`, the fields `configuration.OF_A_HOST` of the
             caller's own configuration.
@@ -80,7 +80,7 @@ class Run(RunPaths):
                 f"{self.folder}: expected the work directory of a run, found no config.json{hint}"
             )
         saved = self.read_config()
-        # Names with a space are no fields.
+        # Names with a space are checksums and classes, not fields.
         self.config: dict[str, Any] = {
             name: value for name, value in saved.items() if " " not in name
         }
@@ -130,7 +130,7 @@ class Run(RunPaths):
         return setups.open_images(config, self._known)
 
     def _configuration(self) -> Config:
-        """Returns the configuration with its sections; refuses a learner that nobody named."""
+        """Returns the configuration with its sections; InputError if its learner must be named."""
         name = self.config["learner.name"]
         if name not in (*learners.names(), self._learner):
             raise InputError(
@@ -153,8 +153,8 @@ class Run(RunPaths):
     @property
     def class_names(self) -> list[str]:
         """Names of the classes by class-order position."""
-        kept = (self.results or {}).get("class_names")
-        return list(self._known.classes)[: sum(self._known.sizes)] if kept is None else kept
+        names = (self.results or {}).get("class_names")
+        return list(self._known.classes)[: sum(self._known.sizes)] if names is None else names
 
     @functools.cached_property
     @jax.enable_x64(False)
@@ -172,7 +172,7 @@ class Run(RunPaths):
 
     @jax.enable_x64(False)
     def encoder(self, t: int) -> Replaced:
-        """Returns the parameters that E_t has in place of those of E_0; t counts tasks."""
+        """Returns the parameters in which E_t differs from E_0; t is the number of tasks."""
         learner, backbone = self.encoders.learner, self.encoders.backbone
         if t == 0:
             return vit.pretrained_kernels(backbone)
@@ -186,9 +186,9 @@ class Run(RunPaths):
         return learner.encoder(backbone, state, t)
 
     def _check_merged(self, arrays: Any) -> None:
-        """Raises InputError unless these are the arrays that the learner has for an encoder."""
+        """Raises InputError if arrays differ from the learner's in names, shapes or types."""
         learner, backbone = self.encoders.learner, self.encoders.backbone
-        # A learner tells its newest encoder by heads that are not zero.
+        # Learners recognise their newest encoder by heads that are not zero.
         state = jax.tree.map(
             lambda leaf: jnp.ones_like(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,
             setups.first_state(learner),
@@ -205,11 +205,11 @@ class Run(RunPaths):
         return setups.heads(self.encoders.learner, *self._saved)
 
     def answering(self) -> "Run":
-        """Returns the run that predicts: the one before training until this one is finished."""
-        before = RunPaths(self.untrained_folder)
-        if self.results or not before.results_file.exists():
+        """Returns the run that predicts: until this run is finished, the run before training."""
+        untrained = RunPaths(self.untrained_folder)
+        if self.results or not untrained.results_file.exists():
             return self
-        return Run(before.folder, host=self._host)
+        return Run(untrained.folder, host=self._host)
 
     @property
     def unfinished(self) -> str:
@@ -220,7 +220,7 @@ class Run(RunPaths):
 
     @property
     def calibrators(self) -> list[str]:
-        """Names of the calibrators with a file, of all tasks or of those of a stopped run."""
+        """Names of the saved calibrators, fitted on all tasks or on the tasks before a stop."""
         files = self.folder.glob("calibrators/*.npz")
         return sorted({path.stem.rpartition("_")[0] or path.stem for path in files})
 
@@ -228,7 +228,7 @@ class Run(RunPaths):
     def best_calibrator(self) -> str:
         """Name of the calibrator that answers by default, chosen without test labels.
 
-        The class Gaussians, which state their confidence; without them FDC; else any.
+        The class Gaussians, which state their confidence, else FDC, else any other.
         """
         if not self.calibrators:
             reason = "stopped before the first answer; repeat the command of the run"
@@ -243,21 +243,21 @@ class Run(RunPaths):
         return max(self.calibrators, key=rank)
 
     def calibrator(self, name: str | None = None) -> Calibrator:
-        """Returns a calibrator as it was fitted, on all tasks or on those of a run that stopped.
+        """Returns a calibrator that was fitted on all tasks, or on the tasks before a stop.
 
         Args:
             name: one of `calibrators`; by default `best_calibrator`.
 
         Raises:
-            InputError: the file is missing or damaged, or its calibrator is another one, or of
-                another run, by its classes and widths.
+            InputError: the file is missing or damaged, or has another calibrator or one of another
+                run, with other classes or widths.
         """
         name = name or self.best_calibrator
         final = self.calibrator_file(name)
         paths = sorted(self.folder.glob(f"calibrators/{name}_*.npz")) + [final] * final.exists()
         if not paths:
-            known = ", ".join(self.calibrators)
-            raise InputError(f"{self.folder}: has no calibrator {name}, expected one of {known}")
+            names = ", ".join(self.calibrators)
+            raise InputError(f"{self.folder}: has no calibrator {name}, expected one of {names}")
         path = paths[-1]
         loaded, fresh = calibration.load(path), calibration.make(name)
         if type(loaded) is not type(fresh) or vars(loaded).get("view") != vars(fresh).get("view"):
@@ -265,7 +265,7 @@ class Run(RunPaths):
         sizes = self._planned[: self.num_tasks if path == final else loaded.num_tasks]
         starts = np.cumsum([0, *sizes]).tolist()
         expected = [{*range(*ends)} for ends in itertools.pairwise(starts)]
-        if [{*rows.tolist()} for rows in loaded.classes] != expected:
+        if [{*labels.tolist()} for labels in loaded.classes] != expected:
             raise InputError(f"{path}: is of another run: other classes or tasks")
         architecture = ((self.results or {}).get("encoder") or {}).get("architecture") or {}
         if {*loaded.widths} - {architecture.get("width", loaded.widths[0])}:
@@ -300,14 +300,14 @@ class Run(RunPaths):
     def predictions(self) -> dict[str, np.ndarray]:
         """Columns of `predictions.npz`, a row per test image, checked."""
         columns, results = read_npz(self.predictions_file), self.results or {}
-        if absent := sorted({"label", "task"} - columns.keys()):
-            raise InputError(f"{self.predictions_file}: expected column {absent[0]}, found none")
+        if missing := sorted({"label", "task"} - columns.keys()):
+            raise InputError(f"{self.predictions_file}: expected column {missing[0]}, found none")
         limits = {"task": self.num_tasks, "label": results.get("num_classes", sum(self._planned))}
         rows = results.get("num_test_images", columns["label"].size)
         for name, column in columns.items():
             limit = limits.get(name.rpartition("_")[2])
-            whole = column.dtype.kind in "iu" and column.shape == (rows,)
-            if limit and not (whole and np.all((column >= 0) & (column < limit))):
+            integers = column.dtype.kind in "iu" and column.shape == (rows,)
+            if limit and not (integers and np.all((column >= 0) & (column < limit))):
                 raise InputError(
                     f"{self.predictions_file}: {escaped(name)[:80]}: expected {rows} whole numbers "
                     f"below {limit}, found {column.dtype}{[*column.shape]}"
@@ -317,7 +317,7 @@ class Run(RunPaths):
 
     @jax.enable_x64(False)
     def features(self, images: UInt8[np.ndarray, "n s s 3"], t: int) -> Float[np.ndarray, "n d"]:
-        """Returns features by E_t of images, such as those of `test_images`."""
+        """Returns the features by E_t of preprocessed images, see `test_images`."""
         parts = np.split(images, range(0, len(images), self.config["evaluation.batch_size"])[1:])
         batches = [
             Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))
@@ -327,7 +327,7 @@ class Run(RunPaths):
         return devices.to_host(extract(backbone, [self.encoder(t)], batches)[0].features)
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
-        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled."""
+        """Returns test images by rows of `predictions.npz`, preprocessed except for scaling."""
         tasks, labels = self.tasks, self.predictions["label"]
         if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
             raise InputError(
@@ -338,5 +338,5 @@ class Run(RunPaths):
         return evaluation_images(tasks.test, indices, self.config["encoder.image_size"])
 
 
-# The name that users know.
+# The public name.
 open_run = Run

@@ -1,6 +1,6 @@
-"""The JSON files of a run: their fields, types and ranges, checked whenever one is read.
+"""The JSON files of a run: their fields, types and ranges, checked whenever a file is read.
 
-Fields that are not named here are of no use to this version and are ignored.
+Other fields are ignored.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ Packed = Annotated[str, Meta(pattern="^[A-Za-z0-9+/=]*$")]  # of `evaluation.pac
 Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Accuracies = dict[Name, Percent]
 
-# In config.json beside the fields of the configuration: the classes that the run knows by name with
-# checksums, and the number of classes of each task, both with those that are to come.
+# Names in config.json that are no fields of the configuration: checksums of all classes by name,
+# and the number of classes of every task. Both include classes of planned tasks.
 CLASSES, PLANNED = "known classes", "classes of planned tasks"
 
 Config = TypedDict(
@@ -40,7 +40,7 @@ Config = TypedDict(
 
 
 class Timing(TypedDict, total=False):
-    """Seconds; those of calibrators by name."""
+    """Seconds of the stages of a run; of calibrators by their names."""
 
     training_seconds: Measured | None
     adapted_extraction_seconds: Measured | None
@@ -128,7 +128,7 @@ class Results(_Parts):
 
 
 class Contender(TypedDict):
-    """The inference cost of one contender."""
+    """The inference cost of `baseline`, `single` or `dual` (`fdc_jax.latency`)."""
 
     milliseconds: Annotated[list[Measured], Meta(min_length=1)]
     peak_bytes: Count | None
@@ -150,7 +150,7 @@ class Cursor(TypedDict):
 
 
 def check(value: Any, kind: Any) -> Any:
-    """Returns a value read from JSON; raises InputError, which names the field, if it is unfit."""
+    """Returns a value read from JSON; raises InputError with the field if its type is wrong."""
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -26,7 +26,7 @@ from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
 
-_SLOW_SECONDS = 600.0  # of a training, from which on a run says what to turn down
+_SLOW_SECONDS = 600.0  # training time from which on a run prints how to shorten it
 
 
 def run(
@@ -46,7 +46,7 @@ def run(
         stop.agree = processes.Agreement()
     quiet = quiet or not processes.is_first()
     stop.poll()
-    with jax.enable_x64(False), _explained(config), contextlib.ExitStack() as held:
+    with jax.enable_x64(False), _explained(config), contextlib.ExitStack() as locks:
         with stop.at_once():
             setup, folders = _set_up(config, workdir, quiet)
         fields = configuration.flatten(config).items()
@@ -55,7 +55,7 @@ def run(
         processes.on_first(weights.remember)(setup.pretrained, setup.cache)
         if not quiet:
             print(describe(setup), file=sys.stderr, flush=True)
-        lock = processes.on_first(lambda folder: held.enter_context(locked(folder / ".lock")))
+        lock = processes.on_first(lambda folder: locks.enter_context(locked(folder / ".lock")))
         for folder in folders.values():
             lock(folder)
         all_results = []
@@ -66,13 +66,13 @@ def run(
 
 
 def check(config: Config, workdir: str, quiet: bool = False) -> str:
-    """Returns lines about a run, its hours and GiB; checks all that it needs and trains nothing.
+    """Returns lines about a run, its hours and GiB, after all checks; trains nothing.
 
     Raises InputError as `run` does.
     """
     with jax.enable_x64(False), _explained(config):
         setup, folders = _set_up(config, workdir, quiet)
-        # Images of the user's own may become more.
+        # Checksums of images are not compared: the user may have added images.
         fields = configuration.flatten(config) | {"weights sha256": setup.pretrained.sha256}
         for seed, folder in folders.items():
             if differing := RunPaths(folder).differing(fields | {"seed": [seed]}):
@@ -90,7 +90,7 @@ def _set_up(config: Config, workdir: str, quiet: bool) -> tuple[Setup, dict[int,
 
 
 def folders_of(config: Config, workdir: str) -> dict[int, Path]:
-    """Returns the folder of each seed: the work directory, or of several seeds `seed_N` in it."""
+    """Returns the folder of each seed: the work directory, or for several seeds `seed_N` in it."""
     folder, several = named_path("--workdir", workdir), len(config.seed) > 1
     return {seed: folder / f"seed_{seed}" if several else folder for seed in config.seed}
 
@@ -98,7 +98,7 @@ def folders_of(config: Config, workdir: str) -> dict[int, Path]:
 def run_seed(
     setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
 ) -> dict[str, Any]:
-    """Returns the results of a seed, which is learned or resumed if it is not finished."""
+    """Returns the results of a seed, after training or resuming it if it is not finished."""
     store = Store(folder, setup, seed)
     if (finished := store.finished()) is not None:
         if not quiet:
@@ -177,7 +177,7 @@ def describe(setup: Setup) -> str:
 
 @contextlib.contextmanager
 def _explained(config: Config) -> Iterator[None]:
-    """Turns errors that only the user can mend, of memory or in an own learner, into one line."""
+    """Turns out-of-memory errors, and errors in a learner of the user's, into an InputError."""
     try:
         yield
     except Exception as error:
@@ -191,19 +191,19 @@ def _explained(config: Config) -> Iterator[None]:
         file = getattr(sys.modules.get(name), "__file__", None)
         if errors.outcome(error) or file is None:
             raise
-        own, frames = learners.find(name), traceback.extract_tb(error.__traceback__)
-        # Functions of the package that read what a method returns have its name.
-        methods = [f.name for f in frames if f.filename == file or f.name in vars(own)]
-        if called := re.match(rf"{own.__name__}\.(\w+)\(\)", str(error)):
-            methods.append(called[1])  # by the package, with arguments that it does not take
-        if not methods and not isinstance(error, TypeError):  # as of a loss that is no number
+        kind, frames = learners.find(name), traceback.extract_tb(error.__traceback__)
+        # Package functions that check the result of a method have the name of the method.
+        methods = [f.name for f in frames if f.filename == file or f.name in vars(kind)]
+        if called := re.match(rf"{kind.__name__}\.(\w+)\(\)", str(error)):
+            methods.append(called[1])  # called with arguments that it does not accept
+        if not methods and not isinstance(error, TypeError):  # raised by JAX if a loss is no number
             raise
         text = f"config.learner.name: {name}: {errors.origin(error)}"
-        known = [name for name in methods if callable(getattr(learners.Learner, name, None))]
-        if known:
-            parameters = inspect.signature(getattr(learners.Learner, known[0])).parameters.values()
-            required = [it.name for it in parameters if it.default is it.empty]
-            text += f"; expected {known[0]}({', '.join(required)})"
+        hooks = [name for name in methods if callable(getattr(learners.Learner, name, None))]
+        if hooks:
+            parameters = inspect.signature(getattr(learners.Learner, hooks[0])).parameters.values()
+            required = [p.name for p in parameters if p.default is p.empty]
+            text += f"; expected {hooks[0]}({', '.join(required)})"
         raise InputError(f"{text}; --traceback shows the calls") from error
 
 

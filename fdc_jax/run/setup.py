@@ -31,12 +31,12 @@ from fdc_jax.run.configuration import Config
 class Encoders:
     """Network, learner and pretrained weights, from which all encoders of a run follow."""
 
-    config: Config  # with the sizes that a file of weights states
+    config: Config  # with the sizes that the weights file states
     learner: Learner  # its `setup` has network, numbers of classes and devices
     pretrained: weights.Weights  # of E_0
-    backbone: Any  # the same on the devices
+    backbone: Any  # parameters of E_0, on the devices
     extract: Extractor
-    cache: Path  # folder that runs share
+    cache: Path  # folder shared by all runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Setup(Encoders):
 
     tasks: TaskStream
     update: training.Update
-    schedule: Callable[[int, int], Any]  # factor on the rates of an epoch, from 0, and their number
+    schedule: Callable[[int, int], Any]  # (epoch from 0, epochs) -> factor on learning rates
     epochs: int  # of every task
-    first_steps: list[int]  # training steps of all tasks before each one, and of all
+    first_steps: list[int]  # number of steps before each task; at the end, of all tasks
     evaluated: list[bool]  # True for tasks after which test images are scored
     train_batches: dict[str, Any]  # arguments of `TrainBatches`
     evaluation_batches: dict[str, Any]  # arguments of `EvaluationBatches`
     pretrained_view: bool  # True if features of E_0 are needed
     pretrained_features: FeatureCache
-    test_images: ByteCache  # memory for decoded ones
+    test_images: ByteCache  # decoded test images
 
 
 def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
@@ -70,19 +70,19 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
     _check_sizes(config, width, tasks)
     counts = [len(indices) for indices in tasks.train_indices]
     if not config.train.epochs:
-        # 20, the paper's number, for thousands of images.
+        # The paper trains for 20 epochs, on thousands of images a task.
         config.train.epochs = 40 if counts[0] <= 1000 else 20 if counts[0] <= 5000 else 10
     return _complete(build_encoders(config, tasks.planned, quiet), tasks)
 
 
 def untrained(setup: Setup) -> Setup:
     """Returns the set-up of class Gaussians on the frozen encoder, for the same images."""
-    config, own = setup.config.copy_and_resolve_references(), setup.learner.setup
+    config, base = setup.config.copy_and_resolve_references(), setup.learner.setup
     names = configuration.calibrators(config)
     names = [name for name in names if calibration.METHODS[name].gives_confidence]
     fields = {"learner.name": "frozen", "calibrators": ",".join(names), "log": ""}
     config.update_from_flattened_dict(fields | {"untrained": False, "save_features": False})
-    learner = make_learner(config, own.model, own.classes_per_task, own.mesh)
+    learner = make_learner(config, base.model, base.classes_per_task, base.mesh)
     parts = {field.name: getattr(setup, field.name) for field in dataclasses.fields(Encoders)}
     encoders = Encoders(**parts | {"config": config, "learner": learner})
     return dataclasses.replace(_complete(encoders, setup.tasks), test_images=setup.test_images)
@@ -136,15 +136,15 @@ def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> T
 def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool = True) -> Encoders:
     """Returns the parts of a set-up that need no image; raises InputError.
 
-    `classes_per_task` has the number of classes of each task, also of those that follow later.
+    `classes_per_task` has the number of classes of every task, planned tasks included.
     """
     mesh, variant = devices.data_mesh(), recognise(config)
     cache, encoder = cache_folder(config), config.encoder
     devices.keep_programs(cache)
-    wanted = encoder.weights, encoder.variant, cache, not quiet
-    # A download is the first process's alone where all share a cache.
-    processes.on_first(lambda: str(weights.locate(*wanted)))()
-    pretrained = weights.load(weights.locate(*wanted), variant, encoder.image_size)
+    location = encoder.weights, encoder.variant, cache, not quiet
+    # If processes share a cache, only the first one downloads.
+    processes.on_first(lambda: str(weights.locate(*location)))()
+    pretrained = weights.load(weights.locate(*location), variant, encoder.image_size)
     model = build_model(config, mesh)
     return Encoders(
         config=config,
@@ -159,8 +159,8 @@ def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool 
 def build_model(config: Config, mesh: Mesh) -> vit.VisionTransformer:
     """Returns the encoder of a configuration, without weights."""
     encoder, variant = config.encoder, recognise(config)
-    kind = config.data.input_range, config.precision, encoder.attention
-    return vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))
+    settings = config.data.input_range, config.precision, encoder.attention
+    return vit.build(variant, encoder.image_size, *settings, cudnn=devices.have_cudnn(mesh))
 
 
 def make_learner(
@@ -183,7 +183,7 @@ def make_learner(
 
 
 def recognise(config: Config) -> vit.Variant:
-    """Returns the architecture, and puts the sizes that a file states into the configuration."""
+    """Returns the architecture; completes `config` with the sizes that the weights file states."""
     encoder = config.encoder
     encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)
     encoder.image_size = encoder.image_size or variant.image_size
@@ -203,8 +203,8 @@ def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
     """Returns the cache of E_0's features, with everything that they depend on as its key."""
     fields = configuration.flatten(encoders.config)
     named = ("precision", "data.input_range", "evaluation.batch_size")
-    of_encoder = {name for name in fields if name.startswith("encoder.")} - {"encoder.weights"}
-    settings = {name: fields[name] for name in (*named, *of_encoder)}
+    encoder_fields = {name for name in fields if name.startswith("encoder.")} - {"encoder.weights"}
+    settings = {name: fields[name] for name in (*named, *encoder_fields)}
     settings["encoder.attention"] = encoders.learner.setup.model.attention
     computed = {"devices": devices.describe(), "jax": jax.__version__}
     described = {"architecture": architecture(encoders)}
@@ -213,10 +213,10 @@ def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
 
 
 def _check_sizes(config: Config, width: int, tasks: TaskStream | None = None) -> None:
-    """Raises InputError if increments are wider than the encoder, or FDC would refuse a task."""
-    known = (calibration.METHODS[name].settings for name in configuration.calibrators(config))
+    """Raises InputError if `train.rank` or `fdc.neighbours` exceeds the encoder or a task."""
+    options = (calibration.METHODS[name].settings for name in configuration.calibrators(config))
     limits = [("train.rank", width, f"the width of encoder {config.encoder.variant}")]
-    if tasks and any("neighbours" in settings for settings in known):
+    if tasks and any("neighbours" in settings for settings in options):
         fewest = min(len({*tasks.train.labels[rows]}) for rows in tasks.train_indices)
         limits += [("fdc.neighbours", fewest, "the classes with images of the smallest task")]
     for field, limit, reason in limits:
@@ -275,7 +275,7 @@ def start_task(
 
 
 def accept(learner: Learner, state: Any, new: Any, method: str) -> Any:
-    """Returns a learner's new state on the devices; checks that its form is the old one."""
+    """Returns a learner's new state on the devices; raises InputError if its form has changed."""
     learners.check_state(learner.section(), method, state, new)
     return devices.replicate(learner.setup.mesh, new)
 
@@ -290,28 +290,28 @@ def checkpoints(
 ) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
     """Yields number, cursor and tree of every usable checkpoint, newest first.
 
-    Trees of a run that knew of fewer tasks get slots for the tasks that are known now.
+    If the run was planned for fewer tasks, its trees get slots for the further ones.
     """
     learner, backbone = encoders.learner, encoders.backbone
 
-    def form(cursor: dict[str, Any], classes_per_task: Sequence[int]) -> dict[str, Any]:
+    def template(cursor: dict[str, Any], classes_per_task: Sequence[int]) -> dict[str, Any]:
         setup = dataclasses.replace(learner.setup, classes_per_task=tuple(classes_per_task))
-        of_then = dataclasses.replace(learner, setup=setup)
-        tree = {"state": first_state(of_then)}
+        earlier = dataclasses.replace(learner, setup=setup)
+        tree = {"state": first_state(earlier)}
         if cursor["step"]:
             start = backbone, tree["state"], cursor["tasks_done"], seed
-            _, tree["trained"], tree["optimizer"] = start_task(of_then, of_then.update(), *start)
+            _, tree["trained"], tree["optimizer"] = start_task(earlier, earlier.update(), *start)
         return tree
 
     def target(cursor: dict[str, Any]) -> dict[str, Any]:
         schema.check(cursor, schema.Cursor)
         if cursor["tasks_done"] + bool(cursor["step"]) > len(cursor["classes_per_task"]):
             raise InputError("tasks_done: expected no more than the tasks")
-        return form(cursor, cursor["classes_per_task"])
+        return template(cursor, cursor["classes_per_task"])
 
     planned = learner.setup.classes_per_task
     for number, cursor, tree in folder.newest(target):
         if tuple(cursor["classes_per_task"]) != planned:
-            grown = training.in_slots(tree, form(cursor, planned))
+            grown = training.in_slots(tree, template(cursor, planned))
             tree = devices.replicate(learner.setup.mesh, grown)
         yield number, cursor, tree

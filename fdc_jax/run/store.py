@@ -1,4 +1,4 @@
-"""The work directory of a run in progress: results on the way, and files to resume from.
+"""The work directory of a run in progress: intermediate results, and files to resume from.
 
 Every result is on disk before the next step starts. Only process 0 reads and writes there.
 """
@@ -50,22 +50,22 @@ class Store(RunPaths):
 
     @processes.on_first
     def _claim(self, setup: Setup, seed: int) -> None:
-        """Writes `config.json`, unless the folder has a run of other settings."""
+        """Writes `config.json`; raises InputError if the folder has a run of other settings."""
         settings = configuration.flatten(self._config) | {"seed": [seed]}
         settings |= setups.checksums(setup, self._tasks)
         planned, task_count = list(self._tasks.planned), setup.learner.task_count
-        own = settings | {CLASSES: self._tasks.class_checksums, PLANNED: planned}
+        content = settings | {CLASSES: self._tasks.class_checksums, PLANNED: planned}
         if not self.config_file.exists():
             if self.results_file.exists() or self.checkpoints_folder.exists():
                 raise InputError(
                     f"{self.folder} has files of a run but no config.json; restore that file or "
                     "choose another --workdir"
                 )
-            write_json(self.config_file, own)
+            write_json(self.config_file, content)
             return
         saved = self.read_config()
         changes = configuration.differences(saved, settings)
-        grows = self._grows(saved, own, changes.keys())
+        grows = self._grows(saved, content, changes.keys())
         if refused := changes.keys() - (_GROWING if grows else set()):
             advice = ""
             if all(name.startswith(("fdc.", "calibrators")) for name in refused):
@@ -80,34 +80,34 @@ class Store(RunPaths):
                 f"choose another --workdir or the old values{advice}"
             )
         if changes:
-            before = len(saved[PLANNED])
-            if before != len(planned) and task_count:
+            old_count = len(saved[PLANNED])
+            if old_count != len(planned) and task_count:
                 _log.warning(
                     "%s: the run was planned for %d tasks and is now planned for %d; %s: results "
                     "differ from those of a run that was planned for %d from the start",
-                    *(self.folder, before, len(planned), task_count, len(planned)),
+                    *(self.folder, old_count, len(planned), task_count, len(planned)),
                 )
-            write_json(self.config_file, own)
+            write_json(self.config_file, content)
 
-    def _grows(self, saved: dict[str, Any], own: dict[str, Any], changes: Set[str]) -> bool:
-        """Returns True if the run has all known classes and tasks, and perhaps more.
+    def _grows(self, saved: dict[str, Any], new: dict[str, Any], changes: Set[str]) -> bool:
+        """Returns True if all classes and tasks that the run knows are there and unchanged.
 
         Raises:
             InputError: only the images have changed, and a class that the run knows is gone or has
                 other images.
         """
-        known, now = known_of(saved), own[CLASSES]
-        changed = [name for name in known.classes if known.classes[name] != now.get(name)]
+        known, classes = known_of(saved), new[CLASSES]
+        changed = [name for name in known.classes if known.classes[name] != classes.get(name)]
         if changed and changes <= _GROWING:
-            present = "other images" if changed[0] in now else "no such class"
+            present = "other images" if changed[0] in classes else "no such class"
             raise InputError(
                 f"{self.folder}: expected the class {changed[0]} of {self._config.benchmark} as "
                 f"this run knows it, found {present}; a run learns a class once: restore its "
                 "images, or learn all classes again with another --workdir"
             )
-        same = Known(now, own[PLANNED]).tasks[: len(known.tasks)] == known.tasks
-        more = len(self._tasks.tasks) >= len(known.tasks)
-        return bool(known.classes) and not changed and same and more
+        same = Known(classes, new[PLANNED]).tasks[: len(known.tasks)] == known.tasks
+        enough = len(self._tasks.tasks) >= len(known.tasks)
+        return bool(known.classes) and not changed and same and enough
 
     # Reading --------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Store(RunPaths):
 
     @processes.on_first
     def keep(self, task: int, calibrators: Mapping[str, Any], features: TaskFeatures) -> None:
-        """Writes the calibrators after a task, and the features of its images, if wanted."""
+        """Writes the calibrators after a task, and features of its images if `save_features`."""
         if self._config.save_features:
             fields = features._asdict()
             del fields["final_head"]
@@ -203,7 +203,7 @@ class Store(RunPaths):
 
     @processes.on_first
     def keep_test(self, views: tuple[Any, Any], columns: dict[str, Any], heads: list[Any]) -> None:
-        """Writes `predictions.npz`; if wanted, also features of test images and final heads."""
+        """Writes `predictions.npz`, and test features and final heads if `save_features`."""
         with write_atomically(self.predictions_file) as file:
             np.savez_compressed(file, **columns)
         if self._config.save_features:
