@@ -110,7 +110,7 @@ _BESIDE = (
 def build(groups: Sequence[Group]) -> list[Table]:
     """Builds the tables of groups that have a number of ours."""
     compared = (beside(groups, name) for name in _BESIDE)
-    built = [of_calibrators(groups), *compared, of_selection(groups)]
+    built = [*compared, of_selection(groups), of_calibrators(groups)]
     return [table for table in built if len(table.frame)]
 
 
