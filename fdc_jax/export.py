@@ -3,7 +3,7 @@
     python -m fdc_jax export WORKDIR OUT
 
 `fdc_jax.open_run(OUT)` reads it. Prediction needs E_T and E_0 alone (Algorithm 1, line 14): the
-calibrators hold the statistics of earlier tasks, collected with the E_t of their time.
+calibrators hold the statistics of earlier tasks, collected with the encoder E_t of each task.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def write(
 ) -> None:
     """Writes a finished run as one folder; the same run gives the same bytes.
 
-    The folder gets its name after it has been opened as a run.
+    The folder gets its final name after a check that `open_run` reads it.
 
     Args:
         workdir: work directory of one seed.
@@ -86,8 +86,8 @@ def write(
         target.calibrator_file("").parent.mkdir()
         for name in run.calibrators:
             calibrator = run.calibrator(name)
-            own = [head for head in calibrator.heads if head is not None]
-            pairs = zip(*map(jax.tree.leaves, (own, heads)), strict=False)
+            saved = [head for head in calibrator.heads if head is not None]
+            pairs = zip(*map(jax.tree.leaves, (saved, heads)), strict=False)
             if not all(np.array_equal(one, other) for one, other in pairs):
                 raise InputError(f"{run.calibrator_file(name)}: is of another run: other heads")
             calibrator.save(target.calibrator_file(name))

@@ -26,7 +26,7 @@ from fdc_jax.machine import devices
 from fdc_jax.machine.files import write_json, write_manifest
 from fdc_jax.machine.versions import versions
 
-# The paper's images of a batch, and batches to warm up, repeats, and batches of a repeat.
+# The paper's protocol: images per batch; warm-up batches, repeats, and batches per repeat.
 IMAGES, PROTOCOL = 64, (10, 3, 20)
 
 
@@ -46,23 +46,23 @@ def raw_labels(calibrator: FDC) -> Callable[[Sequence[Any]], Any]:
 
 def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
     """Returns a compiled function from features by view to FDC's labels (lines 16 to 20)."""
-    own = copy.deepcopy(calibrator)
+    copied = copy.deepcopy(calibrator)
     if views == 1:  # without the statistics of the pretrained view in memory
-        own.settings = dataclasses.replace(own.settings, pretrained_view_weight=0.0)
-        own.tasks = [task._replace(views=task.views[:1]) for task in own.tasks]
-        own.references, own.widths = own.references[:1], own.widths[:1]
-    terms = own.terms(*(np.zeros((1, width), np.float32) for width in own.widths))
-    settings, labels = own.settings, np.concatenate(own.classes)
-    first = np.cumsum([0, *map(len, own.classes)])[:-1]
+        copied.settings = dataclasses.replace(copied.settings, pretrained_view_weight=0.0)
+        copied.tasks = [task._replace(views=task.views[:1]) for task in copied.tasks]
+        copied.references, copied.widths = copied.references[:1], copied.widths[:1]
+    terms = copied.terms(*(np.zeros((1, width), np.float32) for width in copied.widths))
+    settings, labels = copied.settings, np.concatenate(copied.classes)
+    starts = np.cumsum([0, *map(len, copied.classes)])[:-1]
     weights = (settings.adapted_view_weight, settings.pretrained_view_weight)[:views]
 
     @jax.jit
     def choose(features, tasks):
-        measured = own.measure(features, tasks, own.heads)
+        measured = copied.measure(features, tasks, copied.heads)
         switches = True, settings.rlc_weight, settings.pac_weight, False
         scores, rows = fdc.fuse(measured, tasks, terms.log_ratios, weights, switches)
-        task = scores[:, : len(first)].argmax(axis=1)
-        return jnp.asarray(labels)[jnp.asarray(first)[task] + rows[jnp.arange(len(rows)), task]]
+        task = scores[:, : len(starts)].argmax(axis=1)
+        return jnp.asarray(labels)[jnp.asarray(starts)[task] + rows[jnp.arange(len(rows)), task]]
 
     return lambda features: choose(features, terms.tasks)
 
@@ -70,7 +70,7 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
 def measure(
     encode: Any, backbone: Any, views: Sequence[Any], images: Any, calibrator: FDC, protocol: Any
 ) -> dict[str, dict[str, Any]]:
-    """Times baseline, single and dual, in this order: the peak of a process never falls.
+    """Times baseline, single and dual, in this order, as a process's memory peak never falls.
 
     Args:
         encode: compiled function `(backbone, images, view) -> features`.

@@ -1,4 +1,4 @@
-"""The command that predicts the classes of new images by a run.
+"""The command `fdc predict`: a run predicts the classes of new images.
 
     python -m fdc_jax predict WORKDIR IMAGE_OR_FOLDER... [--top=5] [--output=predictions.csv]
 
@@ -37,7 +37,7 @@ from fdc_jax.run.progress import Progress
 # Images that are printed, and images on the page, at most.
 _PRINTED, _ON_PAGE = 10, 100
 _UNFINISHED = "training is not finished: answers by features of the pretrained encoder alone"
-# Numbers of images by true class, "" if it is unknown, and answer.
+# Number of images by true class ("" if it is unknown) and answer.
 _Answers = collections.defaultdict[str, collections.Counter[str]]
 # The sort key of an image on the page, its row of the table, and its pixels.
 _Row = tuple[float, dict[str, Any], UInt8[np.ndarray, "s s 3"]]
@@ -112,8 +112,8 @@ def _run(options: argparse.Namespace) -> None:
             progress.step("predict", images_per_second=f"{speed:.0f}")
         if not printed:
             raise InputError(f"none of {images} could be read")
-    for true, given in answers.items():
-        counts.update({"right": given[true], "labelled": given.total()} if true else {})
+    for true, predicted in answers.items():
+        counts.update({"right": predicted[true], "labelled": predicted.total()} if true else {})
     if options.html:
         rows = [_picture(row, image) for _, row, image in _of_every_kind(shown)]
         write_text(options.html, _page(predictions, rows, counts))
@@ -142,12 +142,12 @@ def _of_every_kind(by_kind: Mapping[str, list[_Row]]) -> list[_Row]:
     return sorted(rows, key=operator.itemgetter(0))
 
 
-def _classes_by_folder(predictions: Predictions, given: Sequence[str]) -> dict[str, str]:
-    """Returns the class by image name of all images in a folder CLASS/ of a learned class."""
+def _classes_by_folder(predictions: Predictions, paths: Sequence[str]) -> dict[str, str]:
+    """Returns the true class by image name, for images in a folder named like a learned class."""
     labels = np.concatenate(predictions.calibrator.classes)
     names = predictions.class_names[labels]
     learned = {unicodedata.normalize("NFC", name): name for name in names}
-    folders = [named_path("image", path) for path in given]
+    folders = [named_path("image", path) for path in paths]
     classes = {}
     for name in predictions.images.ids:
         for folder in folders:
@@ -169,13 +169,13 @@ def _notes(predictions: Predictions) -> Iterator[str]:
         )
     accuracy = run.results["accuracy"] if run.results else {}
     if method in accuracy:
-        others = [
+        alternatives = [
             f"{accuracy[name]:.1f} % with --method={name}"
             for name in run.calibrators
             if name in accuracy and name != method
         ]
         answering = f"answers by {METHODS[method].title}, right on {accuracy[method]:.1f} %"
-        yield "; ".join([f"{answering} of the run's test images", *others])
+        yield "; ".join([f"{answering} of the run's test images", *alternatives])
     if predictions.calibrator.note and not predictions.before_training:
         yield predictions.calibrator.note
 
@@ -200,19 +200,19 @@ def _print_summary(
 def _print_accuracy(answers: _Answers, counts: Mapping[str, int]) -> None:
     """Prints accuracy and confusions by known class, the worst first, and of all images."""
     lines = []
-    for true, given in answers.items():
-        wrong = [f"{escaped(name)} {n}" for name, n in given.most_common() if name != true]
-        share = round(100 * given[true] / given.total(), 1)
+    for true, predicted in answers.items():
+        wrong = [f"{escaped(name)} {n}" for name, n in predicted.most_common() if name != true]
+        share = round(100 * predicted[true] / predicted.total(), 1)
         if true:
-            lines.append((escaped(true), given.total(), share, ", ".join(wrong[:3])))
+            lines.append((escaped(true), predicted.total(), share, ", ".join(wrong[:3])))
     lines.sort(key=operator.itemgetter(2))
     frame = pd.DataFrame(lines, columns=["class", "images", "% right", "taken for"])
     print("\n" + frame.to_string(index=False))
     images = counted(counts["labelled"], "image")
     print(f"right on {100 * counts['right'] / counts['labelled']:.1f} % of {images} of known class")
     if "" in answers:
-        others = counted(answers[""].total(), "image")
-        print(f"{others} in no folder of a class that the run has learned")
+        unlabelled = counted(answers[""].total(), "image")
+        print(f"{unlabelled} in no folder of a class that the run has learned")
 
 
 # The page ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Accuracy and confusion by class, pictures with a wrong answer, and pictures unlike all classes.
 
-Labels are class-order positions, answers those of the best calibrator of the run. Counts are over
-the test images of all seeds, pictures are of the first seed.
+Labels are class-order positions, and answers come from the best calibrator of the run. Counts are
+over the test images of all seeds; pictures are of the first seed.
 """
 
 from collections.abc import Sequence
@@ -45,11 +45,11 @@ class Classes(NamedTuple):
     table: pd.DataFrame
     # The most frequent confusions: true label, chosen label, images, percent of the true class.
     pairs: list[tuple[int, int, int, float]]
-    order: list[int]  # labels, with classes side by side that are confused
+    order: list[int]  # labels, such that confused classes are side by side
     cells: list[tuple[int, int, int, float]]  # as `pairs`, of all pairs that occur
     untested: Sequence[str]  # names of classes without test images
     num_pairs: int  # of classes that are confused
-    seeds: int  # over which images are counted
+    seeds: int  # number of seeds whose images are counted
     wrong: Sequence[Shown] = ()  # at most `MOST` images, evenly spaced, by true class
     number: int = 0  # of images with a wrong answer
     unlike: Sequence[Shown] = ()  # at most `UNLIKE` images unlike anything learned
@@ -74,8 +74,8 @@ def load(group: Group) -> Classes | None:
     for name in methods:
         right = images[f"{name}_label"].eq(images["label"])
         table[formatting.method_title(name)] = 100.0 * right.groupby(images["label"]).mean()
-    taken = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
-    table["taken"] = taken[table.index]
+    taken_for = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
+    table["taken"] = taken_for[table.index]
     table = table.sort_values(formatting.method_title(group.best), kind="stable")
     cells = [
         (true, chosen, int(counts[true, chosen]), float(shares[true, chosen]))
@@ -86,8 +86,8 @@ def load(group: Group) -> Classes | None:
     names = [pictures.class_name(group.runs[0].class_names, label) for label in range(num_classes)]
     untested = [name for label, name in enumerate(names) if label not in table.index]
     order = sorted_by_likeness(wrong / totals)
-    counts = len(pairs), len(group.runs)
-    return Classes(names, table, pairs[:WORST], order, cells, untested, *counts)
+    pairs, num_pairs = pairs[:WORST], len(pairs)
+    return Classes(names, table, pairs, order, cells, untested, num_pairs, len(group.runs))
 
 
 def sorted_by_likeness(wrong: np.ndarray) -> list[int]:
@@ -101,7 +101,7 @@ def sorted_by_likeness(wrong: np.ndarray) -> list[int]:
 
 
 def with_pictures(classes: Classes, group: Group) -> Classes:
-    """Adds test images of the first seed: those with a wrong answer, and those unlike all."""
+    """Adds test images of the first seed: wrong answers, and images unlike anything learned."""
     run: Any = group.runs[0]
     columns = predictions(run)
     label, chosen = columns["label"], columns[f"{group.best}_label"]
@@ -123,7 +123,7 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
 
 
 def _unlike(run: Any, count: int) -> Int[np.ndarray, " k"]:
-    """Returns the test images unlike anything learned, the least typical first, if known."""
+    """Returns rows of images unlike anything learned, least typical first; empty if unknown."""
     names = [n for n in run.results["accuracy"] if n in METHODS and METHODS[n].gives_confidence]
     paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
     if names and paths[0].exists():

@@ -51,8 +51,8 @@ def verdict(group: Group) -> str:
 def notes(group: Group) -> list[str]:
     """Returns lines about calibrators and skipped images; numbers are means over seeds."""
     seeds = [run.results for run in group.runs]
-    own = [note for results in seeds for note in (results.get("notes") or {}).values()]
-    lines = [f"{note[:1].upper()}{note[1:]}." for note in dict.fromkeys(own)]
+    texts = [note for results in seeds for note in (results.get("notes") or {}).values()]
+    lines = [f"{note[:1].upper()}{note[1:]}." for note in dict.fromkeys(texts)]
     skipped = dict(kind for results in seeds for kind in (results.get("skipped") or {}).items())
     lines += [f"Images: {reason}: {paths}." for reason, paths in skipped.items()]
     errors, by_chance = (

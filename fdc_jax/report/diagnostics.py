@@ -19,7 +19,7 @@ from fdc_jax.heads import NORM_FLOOR, unit
 # Points at which densities are evaluated, and the shares of values that their range spans.
 _GRID_POINTS = 256
 _GRID_RANGE = (0.002, 0.998)
-# Pairs of tasks below which a rank correlation says nothing.
+# Smallest number of pairs of tasks for a rank correlation.
 _LEAST_PAIRS = 4
 
 
@@ -127,8 +127,8 @@ def _densities(residual: Float[np.ndarray, " n"], true_tasks: np.ndarray) -> pd.
 def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, pd.DataFrame]:
     """Embeds class and task prototypes in the plane by t-SNE (paper, Fig. routing-par).
 
-    Class prototypes are those of PAC (Eq. proto); a task's prototype is the unit mean of those of
-    its classes. The perplexity is 30, or less if there are few points.
+    Class prototypes are those of PAC (Eq. proto); the prototype of a task is the unit mean of the
+    prototypes of its classes. The perplexity is 30, or less if there are few points.
 
     Returns:
         By view, a row per prototype: `x` and `y` without unit, `task`, and `label` of the class, -1
@@ -137,7 +137,7 @@ def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, pd.Da
     from sklearn.manifold import TSNE
 
     present = [count > 0 for count in calibrator.counts]
-    labels = [own[keep] for own, keep in zip(calibrator.classes, present, strict=True)]
+    labels = [ids[keep] for ids, keep in zip(calibrator.classes, present, strict=True)]
     tasks = np.arange(len(labels))
     layout = {
         "task": np.concatenate([np.repeat(tasks, [*map(len, labels)]), tasks]),

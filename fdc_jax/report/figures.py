@@ -1,7 +1,7 @@
 """Figures of the report and their files.
 
-Functions draw one group or all, and return None if numbers are missing. `figures.json` has titles
-and captions by their names.
+Functions draw one group or all groups, and return None if numbers are missing. `figures.json` has
+titles and captions by the names of the functions.
 """
 
 import re
@@ -76,12 +76,12 @@ def curve(group: Group) -> pd.DataFrame | None:
 def task_confusion(group: Group) -> Figure | None:
     """Draws the shares of the images of a task that are sent to other tasks."""
     matrices = ((name, confusion(group, name)) for name in group.methods)
-    known = {name: matrix for name, matrix in matrices if matrix is not None}
-    if not known:
+    kept = {name: matrix for name, matrix in matrices if matrix is not None}
+    if not kept:
         return None
-    figure, panels = drawing.panels(len(known), 2.5, 2 if len(known) == 4 else 3, sharey=True)
+    figure, panels = drawing.panels(len(kept), 2.5, 2 if len(kept) == 4 else 3, sharey=True)
     scale, edge = PowerNorm(0.5, 0, 100), group.results["num_tasks"] + 0.5
-    for axes, (name, matrix) in zip(panels, known.items(), strict=True):
+    for axes, (name, matrix) in zip(panels, kept.items(), strict=True):
         axes.imshow(matrix, "Blues", norm=scale, extent=(0.5, edge, edge, 0.5))
         axes.grid(visible=False)
         axes.set_xlabel(textwrap.fill(f"Task chosen by {formatting.method_title(name)}", 26))
@@ -183,7 +183,7 @@ def residual_distributions(group: Group) -> Figure | None:
     for axes, (view, head) in zip(panels, cells, strict=True):
         densities = seeds[0][view][head]
         task = 0 if head == "first" else group.results["num_tasks"] - 1
-        own = densities.reindex(columns=[task])[task]  # NaN if there is none
+        own = densities.reindex(columns=[task])[task]  # NaN if the task has no density
         foreign = densities.drop(columns=task, errors="ignore")
         mean = foreign.mean(axis=1)
         axes.plot(own, color=drawing.OWN, linewidth=1.8, label="Own task", gid="own")
@@ -209,9 +209,9 @@ def prototype_geometry(group: Group) -> Figure | None:
     colours = ScalarMappable(Normalize(1, max(group.results["num_tasks"], 2)), "viridis")
     for axes, (view, prototypes) in zip(panels, seeds[0].items(), strict=True):
         of_task = prototypes["label"] < 0
-        for rows, size, marker in ((~of_task, 13, "o"), (of_task, 75, "*")):
-            of, look = prototypes[rows], {"edgecolors": drawing.INK, "linewidths": 0.4}
-            axes.scatter(of.x, of.y, size, colours.to_rgba(of.task + 1), marker=marker, **look)
+        for rows, size, mark in ((~of_task, 13, "o"), (of_task, 75, "*")):
+            dots, look = prototypes[rows], {"edgecolors": drawing.INK, "linewidths": 0.4}
+            axes.scatter(dots.x, dots.y, size, colours.to_rgba(dots.task + 1), marker=mark, **look)
         axes.set(xticks=[], yticks=[], xlabel=f"t-SNE, {_VIEWS[view][2]}")
         axes.spines[:].set_visible(True)
     drawing.whole_numbers(figure.colorbar(colours, ax=panels, label="Task", shrink=0.7).ax.yaxis)
@@ -299,6 +299,6 @@ def write(drawn: Drawing, folder: Path) -> None:
     """Writes a figure as SVG, PDF and PNG."""
     write_text(folder / f"{drawn.name}.svg", drawn.svg)
     drawn.figure.set_facecolor("white")
-    for kind, author in (("pdf", "CreationDate"), ("png", "Software")):
+    for kind, field in (("pdf", "CreationDate"), ("png", "Software")):
         with drawing.style(), write_atomically(folder / f"{drawn.name}.{kind}") as file:
-            drawing.write(drawn.figure, kind, file, {author: None})
+            drawing.write(drawn.figure, kind, file, {field: None})

@@ -31,7 +31,7 @@ def render(
     shown: Sequence[Pictures],
     classes: Sequence[Classes | None],
 ) -> str:
-    """Returns the page of the report; text of files is escaped.
+    """Returns the page of the report; text that comes from files is escaped.
 
     Args:
         groups: finished runs, a section per group.
@@ -41,10 +41,10 @@ def render(
         shown: pictures by group.
         classes: counts by class and group, None if there is no page of classes.
     """
-    own = [drawing for drawing in drawings if drawing.kind in figures.OF_A_RUN]
+    of_runs = [drawing for drawing in drawings if drawing.kind in figures.OF_A_RUN]
     material = zip(groups, shown, classes, strict=True)
     sections = [
-        _section(group, own, images) | {"classes": by_class} for group, images, by_class in material
+        _section(group, of_runs, images) | {"classes": counts} for group, images, counts in material
     ]
     return _fill(
         "page",
@@ -55,11 +55,11 @@ def render(
         skipped=skipped,
         # The calibrators of a single group stand in its section.
         tables=[table for table in compared if table.name != "calibrators" or len(groups) > 1],
-        figures=[drawing for drawing in drawings if drawing not in own],
+        figures=[drawing for drawing in drawings if drawing not in of_runs],
     )
 
 
-def _section(group: Group, own: Sequence[Drawing], shown: Pictures) -> dict[str, Any]:
+def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict[str, Any]:
     """Returns the content of the section of a group."""
     first, accuracy = group.results, group.record(group.best)
     provenance = {name: first.get(name) for name in ("device", "versions")}
@@ -73,7 +73,7 @@ def _section(group: Group, own: Sequence[Drawing], shown: Pictures) -> dict[str,
         "verdict": console.verdict(group),
         "notes": console.notes(group),
         "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],
-        "drawings": [drawing for drawing in own if drawing.groups == [group]],
+        "drawings": [drawing for drawing in drawings if drawing.groups == [group]],
         "images": _has_images(group),
         "known": paper.benchmark_title(group.benchmark) != group.benchmark,
         "pictures": shown,
@@ -118,7 +118,7 @@ def _templates() -> jinja2.Environment:
 
 
 def _has_images(group: Group) -> bool:
-    """Returns False for runs that `fdc posthoc` wrote about features."""
+    """Returns False if `fdc posthoc` made the runs, from features."""
     return "encoder" in group.results
 
 

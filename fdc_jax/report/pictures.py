@@ -21,7 +21,7 @@ _SMALL = 64  # pixels of the longer side, up to which single pixels stay visible
 
 
 class Evidence(NamedTuple):
-    """A part of two scores: of the true and the wrong task, or of the chosen and the next one."""
+    """A part of the scores of two tasks: the true and a wrong task, or the two best tasks."""
 
     name: str
     true: float
@@ -44,11 +44,11 @@ class Picture(NamedTuple):
     true: Answer
     raw: Answer
     fdc: Answer
-    evidence: list[Evidence]  # empty if features or the calibrator are gone
+    evidence: list[Evidence]  # empty if features or the calibrator are missing
 
 
 class Pictures(NamedTuple):
-    """At most `PICTURES` images of both kinds, evenly spaced, and the number of such images."""
+    """At most `PICTURES` images per kind, evenly spaced, and the number of all of that kind."""
 
     repaired: Sequence[Picture] = ()  # FDC chose the right class and raw logits a wrong task
     num_repaired: int = 0
@@ -62,9 +62,9 @@ def load(run: Any) -> Pictures:
     columns, kinds = predictions(run), ("", "raw_", "fdc_")
     if not {f"{kind}{part}" for kind in kinds for part in ("label", "task")} <= columns.keys():
         return Pictures(missing="The run kept no predictions of FDC.")
-    label, task = columns["label"], columns["task"]
-    repaired = np.flatnonzero((columns["raw_task"] != task) & (columns["fdc_label"] == label))
-    broken = np.flatnonzero((columns["raw_label"] == label) & (columns["fdc_task"] != task))
+    labels, tasks = columns["label"], columns["task"]
+    repaired = np.flatnonzero((columns["raw_task"] != tasks) & (columns["fdc_label"] == labels))
+    broken = np.flatnonzero((columns["raw_label"] == labels) & (columns["fdc_task"] != tasks))
     first = spaced(repaired, PICTURES)
     rows = np.concatenate([first, spaced(broken, PICTURES)])
     if not len(rows):
@@ -90,7 +90,7 @@ def class_name(names: Sequence[str], label: int) -> str:
 
 
 def spaced(rows: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " k"]:
-    """Returns all rows, or the middle ones of `most` equal parts."""
+    """Returns all rows if at most `most`, else the middle row of each of `most` equal parts."""
     count = min(len(rows), most)
     return rows[((np.arange(count) + 0.5) * len(rows) / max(count, 1)).astype(int)]
 
@@ -98,7 +98,7 @@ def spaced(rows: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " k"]:
 def _evidence(
     run: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
 ) -> list[list[Evidence]]:
-    """Returns the evidence by row; empty if the calibrator does not repeat the prediction."""
+    """Returns the evidence by row; empty if the calibrator now predicts another task."""
     paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
     views = [read_npy(path)[rows] for path in paths if path.exists()]
     try:

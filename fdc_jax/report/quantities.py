@@ -2,9 +2,9 @@
 
 A name alone is a final accuracy in percent: of a calibrator (`raw`, `fdc`, `gaussians`, ...), of
 raw logits with the task given (`oracle`), of a combination of FDC's components (`tsf+rlc`), or of
-the one that the paper selects for the learner (`selected`). Names with a prefix:
+the combination that the paper selects for the learner (`selected`). Names with a prefix:
 
-    gain:NAME      the same minus `raw`, in points
+    gain:NAME      accuracy minus that of `raw`, in points
     routing:NAME   share of test images that get the right task, in percent
     given:NAME     accuracy with the task given, in percent
     aia:NAME       average incremental accuracy
@@ -82,7 +82,7 @@ def measured(
         latency: content of its `latency.json`.
     """
     numbers = dict(untrained or {}) | _accuracies(results, results["learner"])
-    if "raw" in numbers:  # Features without heads have none.
+    if "raw" in numbers:  # Features without heads have no raw logits.
         raw, oracle = numbers["raw"], numbers.get("oracle")
         numbers |= {f"gain:{name}": value - raw for name, value in numbers.items()}
         if oracle is not None and raw < 100:  # The oracle is right wherever raw logits are.

@@ -24,7 +24,7 @@ from fdc_jax.report.tables import Table
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A number of a file."""
+    """A line of the CSV file, with one number."""
 
     benchmark: str
     learner: str
@@ -70,9 +70,9 @@ def read(path: str | Path) -> list[Line]:
 def check_matches(path: str | Path, lines: Sequence[Line], groups: Sequence[Group]) -> None:
     """Raises InputError if no line of a file is about one of the groups."""
     known = {(group.benchmark, group.learner) for group in groups}
-    given = dict.fromkeys((line.benchmark, line.learner) for line in lines)
-    if known.isdisjoint(given):
-        own, other = (", ".join(map(" ".join, names))[:200] for names in (sorted(known), given))
+    listed = dict.fromkeys((line.benchmark, line.learner) for line in lines)
+    if known.isdisjoint(listed):
+        own, other = (", ".join(map(" ".join, names))[:200] for names in (sorted(known), listed))
         raise InputError(
             f"{path}: expected a line about one of the runs (benchmark and learner {own}), "
             f"found lines about {escaped(other)}"
@@ -84,15 +84,15 @@ def table(path: str | Path, lines: Sequence[Line], groups: Sequence[Group]) -> T
 
     def find(benchmark: str, learner: str, quantity: str) -> Published | None:
         key = benchmark, learner, quantity
-        own = [line for line in lines if (line.benchmark, line.learner, line.quantity) == key]
-        if seeds := {line.seed: line.value for line in own if line.seed is not None}:
+        rows = [line for line in lines if (line.benchmark, line.learner, line.quantity) == key]
+        if seeds := {line.seed: line.value for line in rows if line.seed is not None}:
             return Published(*evaluation.mean_and_std([*seeds.values()]), len(seeds), seeds)
-        return Published(own[0].value, own[0].std, own[0].n) if own else None
+        return Published(rows[0].value, rows[0].std, rows[0].n) if rows else None
 
-    def named(own: Sequence[Group]) -> dict[str, str]:
-        return {line.quantity: line.quantity for line in lines if line.learner == own[0].learner}
+    def quantities_of(groups: Sequence[Group]) -> dict[str, str]:
+        return {line.quantity: line.quantity for line in lines if line.learner == groups[0].learner}
 
-    built = tables.beside(groups, "reference", named, find)
+    built = tables.beside(groups, "reference", quantities_of, find)
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem.lower())
     sources = "; ".join(dict.fromkeys(line.source for line in lines if line.source))
     note = f"{built.note} Reference: {Path(path).name}{f' ({sources})' * bool(sources)}."

@@ -83,49 +83,49 @@ class Group:
         return self._most_accurate(sorted(frozen.union(analysis.UNTRAINED)))
 
     def _most_accurate(self, names: Iterable[str]) -> str | None:
-        known = filter(self.values, names)
-        return max(known, key=lambda name: np.mean(self.values(name)), default=None)
+        measured = filter(self.values, names)
+        return max(measured, key=lambda name: np.mean(self.values(name)), default=None)
 
     def gain(self, method: str, over: str | None = "raw") -> evaluation.Gain | None:
-        """Returns the gain of a method over another one, or over None its accuracy.
+        """Returns the gain of a method over another one; if `over` is None, the method's accuracy.
 
-        The interval is Student's t over seeds, paired within each. If all seeds have the same gain,
-        it is over the test images of the first seed. Returns None if it kept no predictions.
+        The interval is Student's t over seeds, paired by seed. If all seeds have the same gain, it
+        is over the test images of the first seed, or None if that seed has no predictions.
         """
-        of_seeds = self.numbers.assign(none=0.0).reindex(columns=[over or "none", method]).dropna()
-        gains = of_seeds.iloc[:, 1] - of_seeds.iloc[:, 0]
+        by_seed = self.numbers.assign(none=0.0).reindex(columns=[over or "none", method]).dropna()
+        gains = by_seed.iloc[:, 1] - by_seed.iloc[:, 0]
         if gains.nunique() > 1:
             return evaluation.student(gains, 0.0 if over is None else -100.0, 100.0)
         columns = predictions(self.runs[0])
         if not {f"{name}_label" for name in (method, over or method)} <= columns.keys():
             return None
-        label, chosen = columns["label"], columns[f"{method}_label"]
+        label, predicted = columns["label"], columns[f"{method}_label"]
         if over is None:
-            return evaluation.share_of(chosen == label)
-        return evaluation.sample_gain(label, columns[f"{over}_label"], chosen)
+            return evaluation.share_of(predicted == label)
+        return evaluation.sample_gain(label, columns[f"{over}_label"], predicted)
 
     def record(self, quantity: str, other: paper.Published | None = None) -> dict[str, Any]:
         """Returns mean, deviation and interval of a quantity, beside another number.
 
-        The interval of accuracies and gains is that of `gain`, of other quantities Student's t over
-        seeds, of the difference Welch's. If the other number has seeds of ours, both numbers are of
-        these seeds, and the difference is paired. Unknown cells are None.
+        Accuracies and gains have the interval of `gain`, other quantities Student's t over seeds,
+        and the difference Welch's. If the other number has values of our seeds, both numbers are
+        means over these seeds, and the difference is paired. Unknown cells are None.
         """
         values: Any = self.numbers[quantity].dropna()
         calibrator, kind = quantities.split(quantity)
-        own = evaluation.student(values, *quantities.bounds(quantity))
+        ours = evaluation.student(values, *quantities.bounds(quantity))
         if kind in ("accuracy", "gain") and quantity != "gain:raw":
-            interval = self.gain(calibrator, "raw" if kind == "gain" else None) or own
-            own = own._replace(low=interval.low, high=interval.high)
+            interval = self.gain(calibrator, "raw" if kind == "gain" else None) or ours
+            ours = ours._replace(low=interval.low, high=interval.high)
         gap = other and evaluation.welch(values, other.mean, other.std, other.n)
         if other and (paired := [seed for seed in values.index if seed in other.by_seed]):
             values, seeds = values[paired], [other.by_seed[seed] for seed in paired]
-            own, gap = evaluation.student(values), evaluation.student(values - seeds)
+            ours, gap = evaluation.student(values), evaluation.student(values - seeds)
             other = paper.Published(*evaluation.mean_and_std(seeds), len(seeds))
         row = {
             **{"calibrator": calibrator, "quantity": kind},
-            **{"mean": own.mean, "std": own.std, "n": len(values)},
-            **{"low": own.low, "high": own.high},
+            **{"mean": ours.mean, "std": ours.std, "n": len(values)},
+            **{"low": ours.low, "high": ours.high},
             **{"paper_mean": other and other.mean, "paper_std": other and other.std},
             **{"difference": gap and gap.mean},
             **{"difference_low": gap and gap.low, "difference_high": gap and gap.high},
@@ -138,14 +138,14 @@ def load(
     data: str | None = None,
     hosts: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> tuple[list[Group], dict[Path, str]]:
-    """Opens run folders at any depth in some folders.
+    """Opens the runs in folders, at any depth, and groups them.
 
     Of two runs with the same benchmark, learner, seed and settings the first counts.
 
     Args:
         paths: run folders, or folders of run folders.
         data: see `fdc_jax.open_run`.
-        hosts: its argument `host` by benchmark.
+        hosts: argument `host` of `fdc_jax.open_run`, by benchmark.
 
     Returns:
         Groups in the paper's order, and the reason for every folder that cannot be used.
@@ -186,7 +186,7 @@ def _runs_in(path: Path) -> list[Path]:
 def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     """Returns labels and tasks of `predictions.npz`, and labels of `analysis.untrained`."""
     columns = analysis.untrained(run) | (run.predictions if run.predictions_file.exists() else {})
-    return {name: of for name, of in columns.items() if name.endswith(("label", "task"))}
+    return {name: rows for name, rows in columns.items() if name.endswith(("label", "task"))}
 
 
 # Groups ------------------------------------------------------------------------------------------
@@ -221,18 +221,18 @@ def _experiment(results: dict[str, Any]) -> str:
 
 
 def _order(group: Group) -> tuple[Any, ...]:
-    known, names = [*learners.names(), *BENCHMARKS], (group.learner, group.benchmark)
-    ranks = [known.index(name) if name in known else len(known) for name in names]
+    order, names = [*learners.names(), *BENCHMARKS], (group.learner, group.benchmark)
+    ranks = [order.index(name) if name in order else len(order) for name in names]
     return *zip(ranks, names, strict=True), group.title
 
 
 def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
-    """Adds the fields to a title in which groups of the same name differ."""
-    alike = [settings(other.results) for other in groups if other.name == group.name]
-    fields = pd.DataFrame(alike).astype(str)
-    own = settings(group.results)
+    """Adds to the title of a group the fields in which groups of the same name differ."""
+    compared = [settings(other.results) for other in groups if other.name == group.name]
+    fields = pd.DataFrame(compared).astype(str)
+    values = settings(group.results)
     differing = [
-        f"{field} {str(own.get(field, 'not recorded'))[:40]}"
+        f"{field} {str(values.get(field, 'not recorded'))[:40]}"
         for field in fields.columns[fields.nunique() > 1].difference(["encoder.weights"])
     ]
     title = ", ".join(filter(None, [group.title, *differing]))
@@ -263,10 +263,10 @@ def analyse(group: Group, sweep: analysis.Sweep | None = None) -> None:
 
 
 def write_summary(group: Group) -> None:
-    """Writes `results.json` of all seeds beside the folders of the seeds, if they lie together."""
+    """Writes `results.json` of all seeds beside the folders of the seeds, if all share a parent."""
     folders = {run.folder.absolute().parent for run in group.runs}
-    named = all(run.folder.name == f"seed_{run.results['seed']}" for run in group.runs)
-    if not named or len(folders) > 1 or len(group.runs) < 2:
+    standard = all(run.folder.name == f"seed_{run.results['seed']}" for run in group.runs)
+    if not standard or len(folders) > 1 or len(group.runs) < 2:
         return
     fields = ("benchmark", "learner", "class_order_seed", "num_tasks", "num_classes", "versions")
     summary = {name: group.results.get(name) for name in fields}
@@ -304,7 +304,7 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def deviations(benchmark: str, learner: str, values: dict[str, Any]) -> list[str]:
-    """Returns departures from the paper's protocol and from our defaults, in words.
+    """Returns departures from the paper's protocol and from our defaults, as phrases.
 
     On a benchmark that the paper does not have, only settings of learner and FDC are compared.
     """

@@ -123,9 +123,9 @@ def _table(
 ) -> Table:
     """Returns a table of `tables.json` without empty rows and columns.
 
-    Its columns are those given here, there or by the rows.
+    Its columns are `columns`, or else those of `tables.json`, or else those of the rows.
     """
-    text, kept = _TEXTS[name], pd.DataFrame(numbers)
+    text, records = _TEXTS[name], pd.DataFrame(numbers)
     index = pd.MultiIndex.from_tuples(rows, names=text["labels"]) if rows else None
     names = dict.fromkeys(name for row in rows.values() for name in row)
     columns = [*(columns or text.get("columns") or names)]
@@ -133,7 +133,7 @@ def _table(
     frame = frame.dropna(how="all").dropna(how="all", axis=1)
     if "numbers" in frame.index.names and {*frame.index.get_level_values("numbers")} == {"ours"}:
         frame = frame.droplevel("numbers")  # Nothing is compared.
-    return Table(name, text["title"], frame, _note(name, frame, kept), scope, kept)
+    return Table(name, text["title"], frame, _note(name, frame, records), scope, records)
 
 
 def _note(name: str, frame: pd.DataFrame, numbers: pd.DataFrame) -> str:
@@ -159,7 +159,7 @@ def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
 
 
 def _shown(group: Group) -> list[str]:
-    """Returns the names of own and untrained calibrators, `selected` and `oracle`."""
+    """Returns the names of a group's calibrators, untrained ones, `selected` and `oracle`."""
     names = [*dict.fromkeys([*group.methods, *analysis.UNTRAINED, "oracle"])]
     if learners.selected(group.learner) not in ("full", "") and FDC.name in names:
         names.insert(names.index(FDC.name) + 1, "selected")
@@ -177,8 +177,8 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
             records = {kind: _record(group, f"{kind}{name}") for kind in kinds}
             numbers += records.values()
             gain = {} if name in ("raw", "oracle") else records.get("gain:", {})
-            nothing = 0.0 if name == "raw" else math.nan
-            storage = np.array(group.values(f"storage:{name}") or nothing) / 2**20
+            missing = 0.0 if name == "raw" else math.nan
+            storage = np.array(group.values(f"storage:{name}") or missing) / 2**20
             rows[*titles, names[group.title], formatting.method_title(name)] = {
                 "accuracy": formatting.mean(records[""]),
                 "95 % interval": formatting.interval(records[""], signed=False),
@@ -191,8 +191,8 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
                 "storage, MiB": formatting.mean(evaluation.student(storage)._asdict()),
             }
     made = _table("calibrators", rows, scope, numbers)
-    one = made.frame.droplevel(made.frame.index.names[:-1]) if len(groups) == 1 else made.frame
-    return made._replace(frame=one)
+    frame = made.frame.droplevel(made.frame.index.names[:-1]) if len(groups) == 1 else made.frame
+    return made._replace(frame=frame)
 
 
 _KINDS = ("", "gain:", "routing:", "given:", "aia:", "storage:")
@@ -235,15 +235,15 @@ def _by_task(group: Group, method: str) -> pd.Series:
 # Ours beside the paper's -------------------------------------------------------------------------
 
 
-def _lines(table: str, own: Sequence[Group]) -> dict[str, str]:
-    """Returns the quantities of a table for a learner, by their labels."""
-    chosen, titles = learners.selected(own[0].learner), paper.COMPONENT_TITLES
+def _lines(table: str, groups: Sequence[Group]) -> dict[str, str]:
+    """Returns the quantities of a table for the groups of a learner, by their labels."""
+    chosen, titles = learners.selected(groups[0].learner), paper.COMPONENT_TITLES
     if table == "ablation":
         return {titles[key]: key if key == "raw" else f"gain:{key}" for key in titles}
     if table == "plugin":
         return {titles[key]: f"gain:{key}" for key in (chosen, "full") if chosen}
     if table == "sweeps":
-        names = {name for group in own for name in group.numbers if "=" in name}
+        names = {name for group in groups for name in group.numbers if "=" in name}
         pairs = [name.split("=") for name in names]
         order = sorted((quantities.SWEPT.index(s), float(v), s) for s, v in pairs)
         label = _TEXTS[table]["settings"]
@@ -258,7 +258,7 @@ def beside(
     lines: Callable[[Sequence[Group]], Mapping[str, str]] | None = None,
     find: Find = paper.find,
 ) -> Table:
-    """Builds a table with columns by benchmark, and rows of ours, the paper's, the difference.
+    """Builds a table with a column per benchmark, and rows of ours, the paper's, and differences.
 
     Args:
         groups: of `runs.load`.
@@ -271,9 +271,9 @@ def beside(
     rows: dict[tuple[str, ...], Row] = {}
     numbers = []
     for learner in dict.fromkeys(group.learner for group in groups):
-        own = [group for group in groups if group.learner == learner]
-        for label, quantity in (lines or partial(_lines, table))(own).items():
-            for record in _records(own, quantity, find):
+        of_learner = [group for group in groups if group.learner == learner]
+        for label, quantity in (lines or partial(_lines, table))(of_learner).items():
+            for record in _records(of_learner, quantity, find):
                 numbers.append(record)
                 for kind, cell in _cells(record, names[record["settings"]], other).items():
                     row = rows.setdefault((learners.title(learner), label, kind), {})
@@ -286,15 +286,15 @@ def beside(
     return made._replace(best=_best(made.frame)) if _TEXTS[table].get("best") else made
 
 
-def _records(own: Sequence[Group], quantity: str, find: Find) -> Iterable[Row]:
+def _records(groups: Sequence[Group], quantity: str, find: Find) -> Iterable[Row]:
     """Yields a learner's records of a quantity, and of its mean over the paper's benchmarks."""
-    records = [_record(group, quantity, find) for group in own if group.values(quantity)]
+    records = [_record(group, quantity, find) for group in groups if group.values(quantity)]
     yield from records
     for settings in dict.fromkeys(record["settings"] for record in records):
         means = {r["benchmark"]: r["mean"] for r in records if r["settings"] == settings}
         if means.keys() >= {*paper.benchmarks()}:
             mean = float(np.mean([means[name] for name in paper.benchmarks()]))
-            published = find(paper.AVERAGE, own[0].learner, quantity)
+            published = find(paper.AVERAGE, groups[0].learner, quantity)
             yield dict.fromkeys(records[0]) | {
                 **{name: records[0][name] for name in ("learner", "calibrator", "quantity")},
                 **{"benchmark": paper.AVERAGE, "mean": mean, "settings": settings},
@@ -317,12 +317,12 @@ def _cells(record: Row, ours: str, other: str) -> dict[str, str]:
     return cells
 
 
-def _best(made: pd.DataFrame) -> frozenset[tuple[int, int]]:
-    """Returns row and column of the largest mean of ours by column."""
-    compared = made.index.names[-1] == "numbers"
-    own = np.array([not compared or str(label[-1]).startswith("ours") for label in made.index])
-    means = made.map(lambda cell: float(cell.split()[0]) if isinstance(cell, str) else math.nan)
-    cells = np.argwhere((means.eq(means[own].max()) & own[:, None]).to_numpy())
+def _best(frame: pd.DataFrame) -> frozenset[tuple[int, int]]:
+    """Returns (row, column) of our largest mean in every column."""
+    compared = frame.index.names[-1] == "numbers"
+    ours = np.array([not compared or str(label[-1]).startswith("ours") for label in frame.index])
+    means = frame.map(lambda cell: float(cell.split()[0]) if isinstance(cell, str) else math.nan)
+    cells = np.argwhere((means.eq(means[ours].max()) & ours[:, None]).to_numpy())
     return frozenset((int(row), int(column)) for row, column in cells)
 
 
@@ -332,18 +332,18 @@ def _best(made: pd.DataFrame) -> frozenset[tuple[int, int]]:
 _PARTS = {"tsf": "TSF", "pac+rlc_pretrained_view": "E_0", "pac+rlc_adapted_view": "E_T"}
 
 
-def _gains(own: Sequence[Group], key: str) -> list[float]:
-    """Returns the mean gains of a combination of components by benchmark."""
-    return [float(np.mean(group.values(f"gain:{key}"))) for group in own]
+def _gains(groups: Sequence[Group], key: str) -> list[float]:
+    """Returns the mean gain of a combination of components for every group."""
+    return [float(np.mean(group.values(f"gain:{key}"))) for group in groups]
 
 
-def selected(own: Sequence[Group]) -> str:
-    """Returns the key of the components that the runs of a learner select.
+def selected(groups: Sequence[Group]) -> str:
+    """Returns the key of the components that the groups of a learner select.
 
     The paper's rule ("Plug-and-Play Calibration"): a component is enabled if its stand-alone gain,
     averaged over seeds, is positive on every benchmark.
     """
-    tsf, pretrained, adapted = (min(_gains(own, key)) > 0 for key in _PARTS)
+    tsf, pretrained, adapted = (min(_gains(groups, key)) > 0 for key in _PARTS)
     if adapted and pretrained:
         return "full" if tsf else "pac+rlc"
     if not (adapted or pretrained):

@@ -128,7 +128,7 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     setup, log = work.setup, work.log
     learner, update, backbone = setup.learner, setup.update, setup.backbone
     mesh, interval = learner.setup.mesh, setup.config.checkpoint.every_steps
-    first, epochs = point.step if task == point.trained_tasks else 0, setup.epochs
+    first_step, epochs = point.step if task == point.trained_tasks else 0, setup.epochs
     planned = {"classes_per_task": learner.setup.classes_per_task}  # the slots of a checkpoint
 
     def save(tasks_done: int, step: int, **tree: Any) -> None:
@@ -136,16 +136,16 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
         work.checkpoints.save(number, tree, log.cursor(tasks_done, step) | planned)
 
     images = work.images.task_images(task)
-    if first == 0:
+    if first_step == 0:
         new = learner.before_task(backbone, state, task, images)
         state = setups.accept(learner, state, new, "before_task")
     started = setups.start_task(learner, update, backbone, state, task, work.seed)
     frozen, trained, optimizer = started
-    if first > 0:
+    if first_step > 0:
         trained, optimizer = point.trained, point.optimizer
-    batches = work.images.batches(task, epochs, start_step=first)
+    batches = work.images.batches(task, epochs, start_step=first_step)
     log.begin(batches, len(setup.tasks.tasks))
-    for step, batch in enumerate(batches, start=first):
+    for step, batch in enumerate(batches, start=first_step):
         rate = setup.schedule(step // batches.steps_per_epoch, epochs)
         sharded = devices.split(mesh, batch)
         trained, optimizer, loss = update.step(backbone, frozen, trained, optimizer, sharded, rate)

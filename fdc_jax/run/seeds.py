@@ -191,10 +191,10 @@ def _explained(config: Config) -> Iterator[None]:
         file = getattr(sys.modules.get(name), "__file__", None)
         if errors.outcome(error) or file is None:
             raise
-        kind, frames = learners.find(name), traceback.extract_tb(error.__traceback__)
+        learner, frames = learners.find(name), traceback.extract_tb(error.__traceback__)
         # Package functions that check the result of a method have the name of the method.
-        methods = [f.name for f in frames if f.filename == file or f.name in vars(kind)]
-        if called := re.match(rf"{kind.__name__}\.(\w+)\(\)", str(error)):
+        methods = [f.name for f in frames if f.filename == file or f.name in vars(learner)]
+        if called := re.match(rf"{learner.__name__}\.(\w+)\(\)", str(error)):
             methods.append(called[1])  # called with arguments that it does not accept
         if not methods and not isinstance(error, TypeError):  # raised by JAX if a loss is no number
             raise

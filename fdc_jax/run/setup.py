@@ -202,9 +202,9 @@ def cache_folder(config: Config) -> Path:
 def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
     """Returns the cache of E_0's features, with everything that they depend on as its key."""
     fields = configuration.flatten(encoders.config)
-    named = ("precision", "data.input_range", "evaluation.batch_size")
+    run_fields = ("precision", "data.input_range", "evaluation.batch_size")
     encoder_fields = {name for name in fields if name.startswith("encoder.")} - {"encoder.weights"}
-    settings = {name: fields[name] for name in (*named, *encoder_fields)}
+    settings = {name: fields[name] for name in (*run_fields, *encoder_fields)}
     settings["encoder.attention"] = encoders.learner.setup.model.attention
     computed = {"devices": devices.describe(), "jax": jax.__version__}
     described = {"architecture": architecture(encoders)}
