@@ -1,6 +1,6 @@
 """Class-incremental learners, one file each; `learner.py` defines their interface.
 
-A learner has the name of its file, outside this folder the dotted name of its module.
+A learner's name is that of its file or, outside this folder, the dotted name of its module.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ __all__ = ["Learner", "Option", "Replaced", "expected", "option"]
 
 def names(trained: bool = False) -> tuple[str, ...]:
     """Returns the names of the package's learners, or of those that train, in the paper's order."""
-    return tuple(name for name, learner in _own().items() if learner.trains or not trained)
+    return tuple(name for name, learner in _packaged().items() if learner.trains or not trained)
 
 
 @functools.cache
-def _own() -> dict[str, type[Learner]]:
+def _packaged() -> dict[str, type[Learner]]:
     """Returns the learners in files of this folder, by name."""
     files = sorted(module.name for module in pkgutil.iter_modules(__path__))
     classes = {name: _defined_in(importlib.import_module(f"{__name__}.{name}")) for name in files}
@@ -51,7 +51,7 @@ def find(name: str) -> type[Learner]:
     Raises:
         InputError: the learner does not exist, or its file has an error.
     """
-    return _own().get(name.removeprefix(f"{__name__}.")) or _import(name)
+    return _packaged().get(name.removeprefix(f"{__name__}.")) or _import(name)
 
 
 def _import(name: str) -> type[Learner]:
@@ -83,7 +83,7 @@ def _import(name: str) -> type[Learner]:
 def _imported(name: str) -> type[Learner]:
     """Returns the class of a learner, or `Learner` if its module was not imported."""
     module = sys.modules.get(name)
-    return _own().get(name) or (module and _defined_in(module)) or Learner
+    return _packaged().get(name) or (module and _defined_in(module)) or Learner
 
 
 # Declarations ------------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
     Raises:
         InputError: the learner `outside` the package does not exist.
     """
-    known = _own() | ({section(outside): find(outside)} if outside else {})
+    classes = _packaged() | ({section(outside): find(outside)} if outside else {})
     return {
         name: {field: option.default_on(benchmark) for field, option in learner.options().items()}
-        for name, learner in known.items()
+        for name, learner in classes.items()
         if learner.options()
     }
 
@@ -160,7 +160,7 @@ def check_state(name: str, method: str, before: Any, after: Any) -> None:
 
 
 def difference(expected: Any, found: Any) -> str:
-    """Returns a phrase about the first leaf of another shape or dtype in two trees, "" if none."""
+    """Returns a phrase about the first leaf whose shape or dtype differs in two trees, or ""."""
 
     def kinds(tree: Any) -> dict[str, str]:
         leaves, keystr = jax.tree_util.tree_leaves_with_path(tree), jax.tree_util.keystr

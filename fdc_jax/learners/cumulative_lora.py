@@ -6,8 +6,8 @@ all increments act together at inference. All methods are the defaults of `Learn
 
 Stated: Adam, no weight decay, learning rates 5e-4 (increment) and 5e-3 (head), rank 10, 20 epochs,
 batch 64, for all learners of the paper. Unknown: the schedule, and the start of increments and
-heads. docs/choices.md has what this and other learners leave open, docs/learners.md their costs
-and their presets `native`; here both presets are the same.
+heads. docs/choices.md lists the open choices of all learners, docs/learners.md their costs and
+their presets `native`; for Cumulative-LoRA both presets are the same.
 
 E_0 is the pretrained encoder, E_t has the first t increments merged; the head's input is the class
 token after the final norm; FDC's score scales come from the trained head, which never changes.

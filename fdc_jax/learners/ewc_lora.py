@@ -39,7 +39,7 @@ from fdc_jax.model import increments, vit
 
 # Number of images whose gradients are in memory at a time.
 IMAGES_AT_ONCE = 8
-# The authors'; other benchmarks have the protocol's rate and no decay.
+# The authors' values on ImageNet-R; other benchmarks have the protocol's rate and no decay.
 NATIVE_HEAD_RATE, NATIVE_WEIGHT_DECAY = {"imagenet_r": 5e-4}, {"imagenet_r": 5e-3}
 
 
@@ -110,8 +110,8 @@ class EWCLoRA(Learner):
 def penalty(importance: vit.KeyValueKernels, increment: vit.Increment) -> Float[Array, ""]:
     """Returns half the sum of Omega * (A B)^2 over all entries."""
     changes: Any = increments.products(increment)
-    of_key, of_value = (jnp.sum(importance[name] * changes[name] ** 2) for name in ("key", "value"))
-    return 0.5 * (of_key + of_value)
+    key, value = (jnp.sum(importance[name] * changes[name] ** 2) for name in ("key", "value"))
+    return 0.5 * (key + value)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=7)

@@ -1,8 +1,8 @@
 """Frozen encoder: no training, heads of class means.
 
 Every encoder is E_0, and the raw prediction is the nearest class mean: with the mean m of a class,
-its logit for features g is g'm - |m|^2 / 2. Calibrators work on top, in the view of E_0 alone. A
-run takes one pass over the images; it tells what training is worth, and answers before any.
+its logit for features g is g'm - |m|^2 / 2. Calibrators read the view of E_0 alone. A run passes
+over the images once; it is the reference against which the gain by training is measured.
 """
 
 import dataclasses

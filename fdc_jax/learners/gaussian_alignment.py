@@ -32,7 +32,7 @@ class ClassGaussians(NamedTuple):
     """One Gaussian per class in slots [task, class of the task]; slots without a fit are zero."""
 
     means: Float[Array, "t c d"]
-    # Lower triangular, factor @ factor.T = covariance + ridge * I; they stay on the host.
+    # Lower triangular, factor @ factor.T = covariance + ridge * I; the array stays on the host.
     factors: Float[np.ndarray, "t c d d"]
 
 
@@ -49,9 +49,9 @@ def class_features(
     features, labels = [], []
     for batch in batches:
         encoded = _encode(model, backbone, batch.images, replaced)
-        encoded, own_labels, weights = devices.to_host((encoded, batch.labels, batch.weights))
+        encoded, batch_labels, weights = devices.to_host((encoded, batch.labels, batch.weights))
         features.append(encoded[weights > 0])
-        labels.append(own_labels[weights > 0])
+        labels.append(batch_labels[weights > 0])
     return np.concatenate(features), np.concatenate(labels)
 
 
@@ -92,13 +92,13 @@ def fit_task(
     factors = np.array(gaussians.factors)
     factors[task] = 0.0
     for label in range(num_classes):
-        own = features[labels == label]
+        members = features[labels == label]
         name = f"class {label} of task {task + 1}"
-        if not len(own):
+        if not len(members):
             raise TrainingError(f"{name}: expected training images for its Gaussian, found none")
-        if not np.isfinite(own).all():
+        if not np.isfinite(members).all():
             raise TrainingError(f"{name}: expected finite features, but the encoder diverged")
-        means[label], factors[task, label] = fit(own, ridge)
+        means[label], factors[task, label] = fit(members, ridge)
     return ClassGaussians(gaussians.means.at[task].set(means), factors)
 
 
@@ -143,10 +143,10 @@ def retraining(
 ) -> Callable[..., Any]:
     """Returns `retrain(heads, gaussians, seen, key) -> heads`, compiled once for all tasks.
 
-    Leaves of `heads` lead with [t]; `seen` [t, c] is True for the classes to draw. Every epoch, at
-    its rate, draws `SAMPLES` features of each of them, shuffles them and takes them in batches of
-    `BATCH_SIZE`; the last batch may be smaller. `retrain` raises TrainingError if a head is not
-    finite afterwards.
+    Leaves of `heads` lead with [t]; `seen` [t, c] is True for the classes to draw. Every epoch
+    draws `SAMPLES` features of each of these classes, and trains on them at the epoch's rate in
+    shuffled batches of `BATCH_SIZE`; the last batch may be smaller. `retrain` raises TrainingError
+    if a head is not finite afterwards.
 
     Args:
         loss: `(heads, features, labels, weights, seen) -> loss`; labels are positions in the
@@ -161,28 +161,28 @@ def retraining(
         slots = seen.size
         total = slots * samples
         features = drawn.reshape(total, -1)
-        drawn_rows = jnp.sum(seen) * samples
+        num_drawn = jnp.sum(seen) * samples
         labels = jnp.repeat(jnp.arange(slots), samples)
-        counted = jnp.repeat(seen.reshape(-1), samples)
+        was_drawn = jnp.repeat(seen.reshape(-1), samples)
         padding = jnp.zeros(-total % batch_size, jnp.int32)
-        # The n-th class seen has the n-th row, however many slots for padding or later tasks exist.
+        # The n-th seen class gets row n of the random numbers, whatever the number of empty slots.
         lots = jax.random.uniform(key_of_order, (total,)).reshape(slots, samples)
         lots = lots[jnp.cumsum(seen.reshape(-1)) - 1].reshape(-1)
         # Rows that were not drawn come last.
-        order = jnp.argsort(jnp.where(counted, lots, 2.0))
+        order = jnp.argsort(jnp.where(was_drawn, lots, 2.0))
         order = jnp.concatenate([order.astype(jnp.int32), padding])
 
         def step(number, carry):
             heads, optimizer_state = carry
             first = number * batch_size
             rows = jax.lax.dynamic_slice_in_dim(order, first, batch_size)
-            weights = (first + jnp.arange(batch_size) < drawn_rows).astype(jnp.float32)
+            weights = (first + jnp.arange(batch_size) < num_drawn).astype(jnp.float32)
             gradients = jax.grad(loss)(heads, features[rows], labels[rows], weights, seen)
             directions, optimizer_state = transformation.update(gradients, optimizer_state, heads)
             heads = jax.tree.map(lambda leaf, d: leaf - rate * d, heads, directions)
             return heads, optimizer_state
 
-        steps = -(-drawn_rows // batch_size)
+        steps = -(-num_drawn // batch_size)
         return jax.lax.fori_loop(0, steps, step, (heads, optimizer_state))
 
     def retrain(

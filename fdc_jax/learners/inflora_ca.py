@@ -9,9 +9,9 @@ Authors' code: ridge 1e-4, 256 features per class and epoch in batches of 256, n
 of five epochs, half a cosine wave over them, means of task j after t tasks times 0.9 + 0.1 j / t,
 and logits divided by 0.1 times their mean norm per task. FDC paper: five epochs on later tasks,
 Adam at 5e-3 without decay. Inferred: everything else is as in the authors' code. Left out: on
-CIFAR-100 that code replaces the final norm by a new one and has rank 5. It trains by SGD, which
-neither preset does: there at 0.01 (head) and 0.001 (increments), a tenth at epoch 18, decay 1e-3;
-on ImageNet-R at 0.001. The pseudo-features of a task follow from its training key alone.
+CIFAR-100 that code replaces the final norm by a new one and has rank 5. Both presets train tasks by
+Adam, that code by SGD: on CIFAR-100 at 0.01 (head) and 0.001 (increments), a tenth from epoch 18
+on, decay 1e-3; on ImageNet-R at 0.001. A task's pseudo-features follow from its training key alone.
 
 E_t and head input are InfLoRA's. The score scale of a task comes from its head after the alignment
 at its own end, since the paper computes it then and mentions no later change of heads; prediction
@@ -34,7 +34,7 @@ from fdc_jax.learners.inflora import InfLoRA
 from fdc_jax.learners.learner import TaskImages, option
 from fdc_jax.model import vit
 
-# Of the alignment by Adam; the native preset has SGD.
+# Epochs and learning rate of the alignment by Adam; the native preset has SGD.
 EPOCHS, LEARNING_RATE = 5, 5e-3
 # Term on the diagonal of a class's covariance, the authors'.
 RIDGE = 1e-4

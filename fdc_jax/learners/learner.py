@@ -93,9 +93,9 @@ class Learner:
 
     title: ClassVar[str] = ""  # name in tables
     paper_row: ClassVar[int] = 100  # row in the paper's tables
-    # The components of FDC that the paper enables for it, a key of `components` in `results.json`.
+    # The components of FDC that the paper enables, a key of `components` in `results.json`.
     selected: ClassVar[str] = "full"
-    # The dependence of its training on the number of tasks, as a clause; "" if independent.
+    # The dependence of the training on the number of tasks, as a clause; "" if independent.
     task_count: ClassVar[str] = ""
     # True if the loss is a mean over images, weighted by `batch.weights`, plus terms of no image; a
     # batch may then be split into portions.
@@ -104,12 +104,12 @@ class Learner:
 
     @classmethod
     def section(cls) -> str:
-        """Returns the name of its options in `config.learner`, which is that of its file."""
+        """Returns the name of the learner's options in `config.learner`, the name of its file."""
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Returns its options by name."""
+        """Returns the learner's options by name."""
         fields = dataclasses.fields(cls)
         return {field.name: field.metadata["option"] for field in fields if field.name != "setup"}
 
@@ -186,8 +186,8 @@ class Learner:
     ) -> Float[Array, "n d"]:
         """Returns the features of a batch, with the arguments of `vit.encode`.
 
-        If the loss is no mean over images, a few portions are encoded, unrolled: in a loop, the
-        residuals of the gradient would pass through a TPU's slow memory once more.
+        If the loss is not a mean over images, the batch is encoded in a few portions without a
+        loop, in which the gradient's residuals would pass through a TPU's slow memory once more.
         """
         size = self._portion_size(batch.images)
 

@@ -88,7 +88,7 @@ class LoDA(Learner):
     selected = "pac+rlc_adapted_view"
     mean_over_images = True
 
-    margin: float = option(  # The authors'; unpublished for OmniBenchmark, which has ImageNet-R's.
+    margin: float = option(  # The authors' values; OmniBenchmark has ImageNet-R's.
         0.0,
         "[0, inf)",
         "subtracted from the cosine of the own class",
@@ -162,7 +162,7 @@ class LoDA(Learner):
         return vit.Increment(key=factors("key"), value=factors("value"))
 
     def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:
-        """Returns the cross-entropy of scaled cosines, the label's one less a margin (CosFace)."""
+        """Returns the cross-entropy of scaled cosines, with a margin off the label's (CosFace)."""
         increment = self._increment(frozen, trained)
         features = self.features(backbone, batch, frozen["kernels"], increment)
         cosines = CosineHead(trained["head"]).logits(features)

@@ -9,7 +9,7 @@ A and B is projected on it. The nearest class mean classifies; a linear head and
 with the means of earlier classes as further negatives, serve training only.
 
 Authors' code: the share is 0.99; the projector is divided by its Frobenius norm, the root of the
-number of directions; Adam's moments have the gradient without projection; one projector acts on
+number of directions; Adam's moments average gradients before projection; one projector acts on
 both factors of both projections, on the side with the encoder's width (for B that is the output,
 though the space is one of inputs); second moments over all tokens of augmented images (newly drawn;
 here those of the first epoch), not centred, energies not squared; B starts with one entry of
@@ -81,7 +81,7 @@ class LoRASubtraction(Learner):
     paper_row = 6
     selected = "pac+rlc_adapted_view"
 
-    triplet_weight: float = option(  # ImageNet-A's and OmniBenchmark's are guesses.
+    triplet_weight: float = option(  # The values of ImageNet-A and OmniBenchmark are guesses.
         0.05,
         "[0, inf)",
         "lambda",
@@ -167,8 +167,8 @@ class LoRASubtraction(Learner):
             directions["increment"] = projected(frozen["projector"], directions["increment"])
             return training.descend(trained, directions, rates, rate), moments, value
 
-        # The authors' wave spans a later task's epochs in the first task, too. Its further epochs
-        # keep the last rate here; the authors' rate would become negative.
+        # The authors' wave spans a later task's epochs in the first task, too. Here the further
+        # epochs of the first task keep the last rate; the authors' rate would become negative.
         def schedule(epoch: int, epochs: int) -> float:
             return training.quarter_cosine(min(epoch, span - 1), span)
 
@@ -227,13 +227,13 @@ def triplet_loss(
     an image without negatives costs 0. Features and means are unit vectors.
     """
     labels, weights = batch.labels, batch.weights
-    between = _distances(features, features)
+    distances = _distances(features, features)
     real = weights > 0
     same = (labels[:, None] == labels[None]) & real[None]
-    farthest = jnp.max(jnp.where(same, between, 0.0), axis=1)
-    others = jnp.where(~same & real[None], between, jnp.inf)
-    earlier = jnp.where(mean_mask[None], _distances(features, means), jnp.inf)
-    nearest = jnp.minimum(others.min(axis=1), earlier.min(axis=1))
+    farthest = jnp.max(jnp.where(same, distances, 0.0), axis=1)
+    to_images = jnp.where(~same & real[None], distances, jnp.inf)
+    to_means = jnp.where(mean_mask[None], _distances(features, means), jnp.inf)
+    nearest = jnp.minimum(to_images.min(axis=1), to_means.min(axis=1))
     hinges = jnp.maximum(0.0, farthest - nearest + margin)
     return jnp.sum(weights * hinges) / jnp.sum(weights)
 

@@ -57,13 +57,13 @@ HIDDEN_UNITS = 64
 PROJECTOR_RATE = 3.121e-4
 # Width of the drift's kernel, and the term on the diagonal of a covariance; the authors'.
 DRIFT_WIDTH, RIDGE = 4.0, 1e-3
-# Of the protocol's calibration; the rate rounds the authors' on ImageNet-A.
+# Epochs and rate of the protocol's calibration; the rate is the authors' on ImageNet-A, rounded.
 CALIBRATION_EPOCHS, CALIBRATION_RATE = 10, 6.69e-3
 # Term in the number of pairs; the mean over no pair is zero.
 PAIR_FLOOR = 1e-6
 # Term in every weight: a mean far from all images moves by their mean drift.
 WEIGHT_FLOOR = 1e-5
-# The authors' after the first task: rate and decay, rate and decay of the projector.
+# The authors' after the first task: rate, weight decay, and those two of the projector.
 NATIVE_RATES = {
     "cifar100": (1.8461e-2, 1.714e-4, 5.612e-4, 2.934e-3),
     "cub200": (3.7739e-2, 3.426e-6, 9.989e-2, 9.419e-5),
@@ -132,7 +132,7 @@ class RSIAT(Learner):
 
     def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
         """Returns the encoder before the task, earlier means and keys, and the leaves to train."""
-        of_adapter, of_projector, of_head, of_dropout, of_calibration = jax.random.split(key, 5)
+        adapter_key, projector_key, head_key, dropout_key, drawing_key = jax.random.split(key, 5)
         width = self.setup.variant.width
         frozen = {
             "kernels": _kernels(backbone, state.adapter),
@@ -140,20 +140,20 @@ class RSIAT(Learner):
             "means": jnp.asarray(state.gaussians.means).reshape(-1, width),
             "mean_mask": jnp.asarray(self.setup.classes_of_first(task)).ravel(),
             "later": jnp.asarray(task > 0),
-            "dropout": jax.random.key_data(of_dropout),
-            "calibration": jax.random.key_data(of_calibration),
+            "dropout": jax.random.key_data(dropout_key),
+            "calibration": jax.random.key_data(drawing_key),
         }
         # Copies, since a step donates the memory of its arguments.
         adapter, projector = jax.tree.map(jnp.copy, (state.adapter, state.projector))
         if task == 0:
             uniform = partial(jax.random.uniform, minval=-(width**-0.5), maxval=width**-0.5)
-            adapter["down"] = increments.draw_flat(uniform, of_adapter, adapter["down"].shape)
+            adapter["down"] = increments.draw_flat(uniform, adapter_key, adapter["down"].shape)
         if task <= 1:
-            projector = new_projector(of_projector, width, self.projector_width)
+            projector = new_projector(projector_key, width, self.projector_width)
         trained = {
             "adapter": adapter,
             "projector": projector,
-            "head": training.new_cosine_rows(of_head, self.setup.head_rows, width),
+            "head": training.new_cosine_rows(head_key, self.setup.head_rows, width),
         }
         if self.setup.native:
             # Decay and momentum multiply all entries of earlier heads by this factor.
@@ -218,10 +218,10 @@ class RSIAT(Learner):
                 for part, leaves in trained.items()
             }
             directions: Any
-            directions, inner = transformation.update(decayed, progress.optimizer, trained)
+            directions, optimizer = transformation.update(decayed, progress.optimizer, trained)
             rates = {part: jnp.where(frozen["later"], later[part], first[part]) for part in trained}
             trained = training.descend(trained, directions, rates, factor)
-            return trained, training.Progress(progress.steps + 1, inner), value
+            return trained, training.Progress(progress.steps + 1, optimizer), value
 
         def schedule(epoch: int, epochs: int) -> tuple[float, float]:
             """Returns the factors on the learning rates and on the steering loss."""

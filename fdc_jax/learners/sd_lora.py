@@ -15,7 +15,7 @@ normalises every direction), magnitudes reset to 0.8 at the start of every task,
 jumps (a port by others keeps them), heads with zero biases and weights larger by the root of three,
 query and value kernels. On ImageNet-A the native rate is that of their log; their settings halve it
 after the first task and drop it at epochs 10 and 15. On CUB-200 and OmniBenchmark, for which they
-publish nothing, it is our choice. Inferred for the FDC paper: the reset, and magnitudes at the
+publish nothing, the rate is our choice. Inferred for the FDC paper: the reset; magnitudes at the
 increments' rate. Unknown: its schedule.
 
 E_t has the first t directions with the magnitudes at the end of task t. The head's input and

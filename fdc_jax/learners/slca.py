@@ -32,7 +32,7 @@ from fdc_jax.learners.learner import Learner, Replaced, TaskImages, option
 from fdc_jax.model import increments, vit
 
 DECAY = 5e-4
-# Tenths of the epochs after which the native rates are a tenth.
+# Tenths of the epochs after which the native rates drop to a tenth.
 MILESTONES = {"cifar100": 9}
 MILESTONE = 8
 # Learning rate of the alignment, and the term on the diagonal of a covariance.
@@ -71,15 +71,15 @@ class SLCA(Learner):
 
     def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
         """Returns the frozen key of the alignment, and the encoder and a fresh head to train."""
-        of_head, of_alignment = jax.random.split(key)
+        head_key, alignment_key = jax.random.split(key)
         rows, width = self.setup.head_rows, self.setup.variant.width
         frozen = {
             "class_mask": self.setup.class_mask(task),
-            "alignment": jax.random.key_data(of_alignment),
+            "alignment": jax.random.key_data(alignment_key),
         }
         # Copies, since a step donates the memory of its arguments.
         encoder = jax.tree.map(jnp.copy, state.encoder if task > 0 else backbone)
-        head = LinearHead(training.new_cosine_rows(of_head, rows, width), jnp.zeros(rows))
+        head = LinearHead(training.new_cosine_rows(head_key, rows, width), jnp.zeros(rows))
         return frozen, {"encoder": encoder, "head": head}
 
     def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:

@@ -4,7 +4,7 @@ Qiu et al., "SplitLoRA: Balancing Stability and Plasticity in Continual Learning
 Space Splitting", ICLR 2026. In every block, the eigenvectors of the second moment of all attention
 inputs so far are split: the leading ones are major, the others minor. The split minimises
 (tasks done) * (energy of the minor ones) - alpha * (share of minor directions). From the second
-task on, the columns of A (the rows of the method's, since kernels are transposed) are Gaussian
+task on, the columns of A (rows in the method's paper, since kernels are transposed) are Gaussian
 combinations of minor directions, with the Frobenius norm of a random A divided by the number of
 tasks so far; key and value draw their own. A stays frozen, in the first task too; B and the task's
 linear head are trained.
@@ -13,11 +13,11 @@ Authors' code: all of the above, energies linear in the eigenvalues, at least tw
 moments over all tokens of augmented images, not centred, never reset; uniform head initialisation
 with bias. Their paper has the space of averaged gradients in place of these moments; the division
 of A by the number of tasks came with a later commit. For the moments that code passes ten times
-over newly drawn images, this file once over those of the first epoch; its second task's head starts
-from the first one's, a mistake that is not repeated here. FDC paper: the splitting and the key and
-value updates stay. Unknown: alpha, the schedule and the temperature of logits. Left out: float16
-training with scaled losses, AutoAugment without flips, inputs normalised by the checkpoint's mean
-and deviation, an encoder fine-tuned on ImageNet-1k.
+over newly drawn images, this file once over images of the first epoch. In that code the second
+task's head starts from the first one's, a mistake that is not repeated here. FDC paper: the
+splitting and the key and value updates stay. Unknown: alpha, the schedule and the temperature of
+logits. Left out: float16 training with scaled losses, AutoAugment without flips, inputs normalised
+by the checkpoint's mean and deviation, an encoder fine-tuned on ImageNet-1k.
 
 E_t, the head's input and FDC's score scales are as in Cumulative-LoRA.
 """

@@ -19,7 +19,7 @@ from fdc_jax.machine.devices import Mesh
 from fdc_jax.model import increments
 from fdc_jax.model.vit import Increment, Variant, VisionTransformer
 
-# Of SGD in the presets of all authors who use it.
+# The momentum of SGD in all authors' presets with SGD.
 MOMENTUM = 0.9
 
 
@@ -68,8 +68,8 @@ class LearnerSetup:
 class TaskImages(NamedTuple):
     """The training images of one task, for a learner's passes before and after its training."""
 
-    augmented: Callable[[], Iterator[Batch]]
-    plain: Callable[[], Iterator[Batch]]
+    augmented: Callable[[], Iterator[Batch]]  # the batches of the first epoch of training
+    plain: Callable[[], Iterator[Batch]]  # evaluation preprocessing
     # Returns features of all images by E_0, and their labels within the task.
     pretrained: Callable[[], Any] = tuple
 
@@ -170,7 +170,7 @@ def require_newest(title: str, weights: Float[Array, "t c d"], num_tasks: int) -
 def in_slots(tree: Any, wanted: Any) -> Any:
     """Returns `wanted` with the arrays of `tree` in its leading slots, for a run that grows.
 
-    Slots are those of tasks and of rows of padded heads.
+    Slots are the tasks, and the rows of padded heads.
     """
 
     def fill(old: Any, new: Any) -> Any:
@@ -211,10 +211,10 @@ def cosface(
 ) -> Float[Array, ""]:
     """Returns the mean CosFace loss over the images of a batch (Wang et al., CVPR 2018, Eq. 4).
 
-    It is the cross-entropy of scale * cosine, and of scale * (cosine - margin) for the label's row.
+    The logits are scale * cosine, and scale * (cosine - margin) in the label's row.
     """
-    own = jax.nn.one_hot(batch.labels, cosines.shape[-1], dtype=cosines.dtype)
-    return cross_entropy(scale * (cosines - margin * own), batch, class_mask)
+    one_hot = jax.nn.one_hot(batch.labels, cosines.shape[-1], dtype=cosines.dtype)
+    return cross_entropy(scale * (cosines - margin * one_hot), batch, class_mask)
 
 
 def paper_rates(setup: LearnerSetup) -> dict[str, float]:
