@@ -26,7 +26,7 @@ _IN_FLIGHT = 2
 
 
 class Extraction(NamedTuple):
-    """Features, and the seconds that images and encoder took when they were computed."""
+    """Features, and the seconds that decoding and encoding took when they were computed."""
 
     features: Float[Any, "n d"]
     seconds: float
@@ -75,10 +75,10 @@ class Extractor:
         """
         start, empty = time.perf_counter(), np.zeros((0, self._width), np.float32)
         by_batch = [*self.stream(backbone, views, batches, poll)] or [[empty] * len(views)]
-        whole = [devices.joined(self._mesh, parts) for parts in zip(*by_batch, strict=True)]
-        jax.block_until_ready(whole)
+        by_view = [devices.joined(self._mesh, parts) for parts in zip(*by_batch, strict=True)]
+        jax.block_until_ready(by_view)
         seconds = (time.perf_counter() - start) / len(views)
-        return [Extraction(features, seconds) for features in whole]
+        return [Extraction(features, seconds) for features in by_view]
 
     def stream(
         self,
@@ -88,10 +88,10 @@ class Extractor:
         poll: Callable[[], None] = lambda: None,
     ) -> Iterator[list[Float[Any, "n d"]]]:
         """Yields for every batch the features by every encoder; see `__call__`."""
-        under_way: collections.deque = collections.deque()
+        pending: collections.deque = collections.deque()
 
         def finish() -> list[Any]:
-            features, count = under_way.popleft()
+            features, count = pending.popleft()
             jax.block_until_ready(features)
             return [devices.joined(self._mesh, [rows], count) for rows in features]
 
@@ -99,10 +99,10 @@ class Extractor:
             poll()
             images = devices.split(self._mesh, batch.images)
             features = [self.encode(backbone, images, replaced) for replaced in views]
-            under_way.append((features, int(batch.weights.sum())))
-            if len(under_way) > _IN_FLIGHT:
+            pending.append((features, int(batch.weights.sum())))
+            if len(pending) > _IN_FLIGHT:
                 yield finish()
-        while under_way:
+        while pending:
             yield finish()
 
 
@@ -111,7 +111,7 @@ class FeatureCache:
 
     Args:
         folder: the folder of all cached features.
-        key: JSON values of everything except the images that the features depend on.
+        key: JSON values of everything but the images that determines the features.
     """
 
     def __init__(self, folder: str | os.PathLike[str], key: dict[str, Any]):
@@ -120,7 +120,7 @@ class FeatureCache:
     def find(self, name: str, indices: np.ndarray) -> Extraction | None:
         """Returns cached features of images by index; None unless all processes have them."""
         extraction = None
-        # Damaged files are computed again.
+        # Features of damaged files are computed again.
         with contextlib.suppress(InputError, KeyError):
             arrays = files.read_npz(self._path(name, indices))
             extraction = Extraction(arrays["features"], float(arrays["seconds"]), from_cache=True)

@@ -1,8 +1,8 @@
 """Feature files: the input of calibrators from any class-incremental learner (docs/features.md).
 
 A file is an `.npz`, or a folder of `.npy` files of the same names, which are memory-mapped. Names
-of a task's arrays end in its number, from 0. Statistics come from the head after its task,
-`head_weight_t`, predictions from `final_head_weight_t` if the learner changed the head later.
+of a task's arrays end in its number, from 0. Statistics use a head as it was after its task,
+`head_weight_t`; predictions use `final_head_weight_t` if the learner changed the head later.
 """
 
 import contextlib
@@ -135,8 +135,8 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
     for t in range(count):
         named = f"head_classes_{t}" in arrays
         name = f"head_classes_{t}" if named else f"train_labels_{t}"
-        own = inputs.label_array(arrays[name], name)
-        classes.append(own if named else np.unique(own))
+        values = inputs.label_array(arrays[name], name)
+        classes.append(values if named else np.unique(values))
         inputs.check_new(classes[t], name, classes[:t])
     if (kind := str(arrays.get("head_kind", "linear"))) not in _TYPES:
         raise InputError(did_you_mean("head_kind", kind, _TYPES))
@@ -165,7 +165,7 @@ def _num_tasks(arrays: Arrays) -> int:
 
 
 def _check_complete(arrays: Arrays, count: int) -> None:
-    """Raises InputError if an array is missing, or superfluous without a missing one."""
+    """Raises InputError for a missing array that others require, and for `train_previous_0`."""
     if "train_previous_0" in arrays:
         raise InputError("train_previous_0: expected from t = 1 on; nothing precedes task 0")
     first_tasks: dict[str, int] = dict.fromkeys(("train_adapted", "train_labels"), 0)
@@ -185,9 +185,9 @@ def _check_complete(arrays: Arrays, count: int) -> None:
         if name not in arrays:
             raise InputError(f"{name}: missing; expected beside the arrays of {count} tasks")
     for t in range(count):
-        beside = [name for name in _FINAL[1:] if f"{name}_{t}" in arrays]
-        if beside and f"{_FINAL[0]}_{t}" not in arrays:
-            raise InputError(f"{_FINAL[0]}_{t}: missing, but there is a {beside[0]}_{t}")
+        final_parts = [name for name in _FINAL[1:] if f"{name}_{t}" in arrays]
+        if final_parts and f"{_FINAL[0]}_{t}" not in arrays:
+            raise InputError(f"{_FINAL[0]}_{t}: missing, but there is a {final_parts[0]}_{t}")
 
 
 def _features(arrays: Arrays, name: str, like: Any = None, like_name: str = "") -> Any:
@@ -206,9 +206,9 @@ def _features(arrays: Arrays, name: str, like: Any = None, like_name: str = "") 
 def _task(
     arrays: Arrays, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
 ) -> TaskFeatures:
-    name, of_labels = f"train_adapted_{t}", f"train_labels_{t}"
-    adapted, labels = _features(arrays, name), inputs.label_array(arrays[of_labels], of_labels)
-    inputs.same_length(labels, adapted, of_labels, name)
+    name, label_name = f"train_adapted_{t}", f"train_labels_{t}"
+    adapted, labels = _features(arrays, name), inputs.label_array(arrays[label_name], label_name)
+    inputs.same_length(labels, adapted, label_name, name)
     pretrained = _features(arrays, f"train_pretrained_{t}", adapted, name)
     previous = _features(arrays, f"train_previous_{t}")
     if previous is not None and previous.shape != adapted.shape:
@@ -228,7 +228,7 @@ def _head(
     for name in (f"{prefix}{stem}_{t}" for stem in _HEAD):
         if name in arrays and name not in names:
             raise InputError(f"{name}: {kind} heads, as head_kind says they are, have none")
-    counts, rows = [len(own) for own in classes], len(np.atleast_1d(arrays[names[0]]))
+    counts, rows = [*map(len, classes)], len(np.atleast_1d(arrays[names[0]]))
     first, count = sum(counts[:t]), counts[t]
     if rows != count:
         hint = ""
@@ -259,7 +259,7 @@ def write_task(
     classes: ArrayLike | None = None,
     previous: ArrayLike | None = None,
 ) -> None:
-    """Writes the arrays of a task, counted from 0, into a folder; other arrays of it are removed.
+    """Writes the arrays of a task, counted from 0, into a folder and removes its other arrays.
 
     Arguments are those of `Calibrator.fit_task`.
 
@@ -269,22 +269,22 @@ def write_task(
     path, kind = Path(folder) / "head_kind.npy", heads.KINDS[type(head)]
     if task > 0 and path.exists() and (stored := str(read_npy(path))) != kind:
         raise InputError(f"{path}: expected {kind}, the kind of head {task} (from 0), is {stored}")
-    given = dict(zip(_TRAIN, (adapted, pretrained, labels, previous), strict=True))
-    given |= {"head_classes": classes, **_head_arrays(head)}
-    of_task = {f"{name}_{task}": given.get(name) for name in _PER_TASK}
-    write(folder, {"head_kind": np.array(kind), **of_task})
+    by_stem = dict(zip(_TRAIN, (adapted, pretrained, labels, previous), strict=True))
+    by_stem |= {"head_classes": classes, **_head_arrays(head)}
+    by_name = {f"{name}_{task}": by_stem.get(name) for name in _PER_TASK}
+    write(folder, {"head_kind": np.array(kind), **by_name})
 
 
 def write_final_heads(folder: str | os.PathLike[str], final: Sequence[heads.Head]) -> None:
     """Writes the final heads, one per task, that differ from the heads in a folder."""
-    given: dict[str, ArrayLike | None] = {}
+    changed: dict[str, ArrayLike | None] = {}
     for task, head in enumerate(final):
         arrays = _head_arrays(head)
         files = {Path(folder) / f"{name}_{task}.npy": array for name, array in arrays.items()}
         if all(file.exists() and np.array_equal(read_npy(file), files[file]) for file in files):
             arrays = {}
-        given |= {f"final_{name}_{task}": arrays.get(name) for name in _HEAD}
-    write(folder, given)
+        changed |= {f"final_{name}_{task}": arrays.get(name) for name in _HEAD}
+    write(folder, changed)
 
 
 def write_test(

@@ -30,9 +30,9 @@ for _name in ("absl", "asyncio"):
 
 
 class Checkpoints:
-    """A folder of numbered checkpoints, each a pytree and a small JSON cursor; the newest stay.
+    """A folder of numbered checkpoints, each a pytree and a small JSON cursor; the newest are kept.
 
-    With `read_only` the folder must exist (else InputError), and damaged checkpoints stay there.
+    With `read_only` the folder must exist (else InputError), and damaged checkpoints stay in it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
@@ -89,7 +89,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             text = f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
             raise InputError(text) from error
-        # For reading: Orbax itself does not notice most flipped bits.
+        # Readers check it, since Orbax itself does not notice most flipped bits.
         write_manifest(self._folder / str(number))
 
     def newest(
@@ -97,9 +97,9 @@ class Checkpoints:
     ) -> Iterator[tuple[int, dict[str, Any], Any]]:
         """Yields number, cursor and tree of every usable checkpoint, newest first.
 
-        A damaged one is set aside, with a warning. `target` maps a cursor to a tree of the wanted
-        structure, shapes and types, or raises InputError if the cursor is damaged. Leaves that are
-        JAX arrays there are placed likewise, others are arrays of the host.
+        A damaged checkpoint is set aside, with a warning. `target` maps a cursor to a tree of the
+        wanted structure, shapes and types, or raises InputError if the cursor is damaged. If the
+        tree has a JAX array, the leaf gets its placement; other leaves are arrays of the host.
         """
         for number in self._numbers():
             if (cursor := self._cursor(number)) is None:
@@ -167,6 +167,6 @@ class Checkpoints:
 
 
 def _reason(error: Exception) -> str:
-    """Returns what the operating system said, or the start of a long message."""
+    """Returns the message of the operating system, or else the start of the error's message."""
     match = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", str(error))
     return match[1] if match else line(error)

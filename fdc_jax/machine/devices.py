@@ -29,10 +29,10 @@ def data_mesh() -> Mesh:
 def have_cudnn(mesh: Mesh) -> bool:
     """Returns True if the devices run cuDNN's fused attention: NVIDIA's from Ampere on.
 
-    The mesh is asked, not the devices of this process, so that programs can be compiled for others.
+    The mesh decides, not the devices of this process: it may describe another machine.
     """
     device = mesh.devices.flat[0]
-    # AMD's are called otherwise, such as gfx90a.
+    # AMD's devices have names instead of numbers, such as gfx90a.
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]
     return device.platform == "gpu" and major.isdigit() and int(major) >= 8
 
@@ -43,15 +43,15 @@ def everywhere(mesh: Mesh) -> NamedSharding:
 
 
 def rows(mesh: Mesh) -> NamedSharding:
-    """Returns the placement of results: devices share the rows, processes have a copy each."""
+    """Returns the placement of results: devices share the rows; several processes have copies."""
     return everywhere(mesh) if mesh.is_multi_process else _split(mesh)
 
 
 def joined(mesh: Mesh, parts: Sequence[Any], count: int | None = None) -> Any:
     """Returns the rows of results, or the first `count` of them, as one array on the devices.
 
-    Devices share the rows if they divide their number. Each of several processes has a copy on its
-    host. So has a single CPU, whose memory is the host's: no program is compiled to join rows.
+    Devices share the rows if the number of devices divides that of rows. The array is on the host
+    if there are several processes, or one CPU, where joining then needs no compiled program.
     """
     on_host = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     if on_host or mesh.is_multi_process:
@@ -68,7 +68,7 @@ def _first_rows(parts: Sequence[Any], count: int) -> Any:
 def replicate(mesh: Mesh, tree: Any) -> Any:
     """Copies a pytree to every device; its NumPy arrays stay on the host.
 
-    With several processes each one gives the same values.
+    With several processes, every process must pass the same values.
     """
 
     def place(leaf):
@@ -82,7 +82,7 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Puts values that every process has on the devices of each."""
+    """Places values, which every process must have, on the devices of a sharding."""
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     # `device_put` would compare the values of all processes.
@@ -143,7 +143,7 @@ def to_host(tree: Any) -> Any:
 def keep_programs(folder: Path) -> None:
     """Keeps compiled programs of any size in a cache, for further processes.
 
-    Where JAX was told of a folder, as by `JAX_COMPILATION_CACHE_DIR`, they lie there.
+    If JAX has a folder for them, as by `JAX_COMPILATION_CACHE_DIR`, they are kept there.
     """
     if not getattr(jax.config, "jax_compilation_cache_dir", None):
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
@@ -155,7 +155,7 @@ def keep_programs(folder: Path) -> None:
 def peak_memory() -> int | None:
     """Returns the most bytes that were in use on the fullest device so far, None on a CPU."""
     statistics = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [known["peak_bytes_in_use"] for known in statistics if known]
+    peaks = [counters["peak_bytes_in_use"] for counters in statistics if counters]
     return max(peaks) if peaks else None
 
 
@@ -171,7 +171,7 @@ def describe() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory, unless there is an accelerator; before any thread starts.
+    """Makes glibc keep freed memory without an accelerator; call it before any thread starts.
 
     XLA frees its buffers after every step, glibc gives blocks of that size back to the system, and
     the next step takes them again page by page: a quarter of the time of a training step.

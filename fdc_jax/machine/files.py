@@ -33,12 +33,12 @@ except ImportError:  # Windows
     LOCK_EX = LOCK_NB = 0  # pyright: ignore[reportGeneralTypeIssues]
 
     def flock(fd: Any, operation: int, /) -> None:
-        """Refuses, as a file system without locks does."""
+        """Raises OSError, as a file system without locks does."""
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 _log = logging.getLogger(__name__)
-# A FIFO is not waited for, a link not followed, a line end of Windows not translated.
+# Flags: do not wait for a FIFO, do not translate line ends of Windows, do not follow a link.
 _OPEN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
@@ -59,19 +59,19 @@ def sha256(path: str | os.PathLike[str]) -> str:
 
 
 def _temporary(path: Path) -> Path:
-    """Returns a hidden name beside a path for this process, and removes those of killed ones."""
+    """Returns a hidden temporary path beside a path; removes those of killed processes."""
     host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
-    own = f".{path.name}.{host}-"
+    prefix = f".{path.name}.{host}-"
     # On Windows, signal 0 would interrupt the process.
-    others = path.parent.glob(glob.escape(own) + "*") if os.name == "posix" else ()
-    for other in others:
+    leftovers = path.parent.glob(glob.escape(prefix) + "*") if os.name == "posix" else ()
+    for leftover in leftovers:
         try:
-            os.kill(int(other.name.removeprefix(own).partition("-")[0]), 0)
+            os.kill(int(leftover.name.removeprefix(prefix).partition("-")[0]), 0)
         except ProcessLookupError:
-            _remove(other)
+            _remove(leftover)
         except (ValueError, OverflowError, PermissionError):  # not ours, or of another user
             pass
-    return path.with_name(f"{own}{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _remove(path: Path) -> None:
@@ -85,13 +85,13 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """Yields a temporary path and renames what the block makes there to `path`, if it succeeds."""
+    """Yields a temporary path; renames the block's file or folder there to `path` at success."""
     temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         os.replace(temporary, path)
-    except InputError as error:  # of a file in a folder
+    except InputError as error:  # about a file in the temporary folder
         raise InputError(str(error).replace(str(temporary), str(path))) from error
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
@@ -126,11 +126,11 @@ def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
 def user_cache() -> Path:
     """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder, for the user alone.
 
-    If nothing can be written there, it is a folder that ends with the process.
+    If nothing can be written there, it is a temporary folder, removed when the process ends.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     path = os.path.expanduser(os.environ.get("FDC_JAX_CACHE") or f"{home}/fdc_jax")
-    # A user of a container may have no home; nothing is made in a folder of the name ~.
+    # A user of a container may have no home; no folder named ~ is made.
     folder = Path(path) if path.startswith("~") else private_folder(Path(path))
     return folder if os.access(folder, os.W_OK) else Path(_temporary_cache(folder).name)
 
@@ -167,7 +167,7 @@ class InUse(InputError):
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[None]:
-    """Holds a lock, a regular file that is made when missing and says whose the lock is.
+    """Holds a lock: a regular file, made if missing, that names the process with the lock.
 
     The lock ends with the process, even if the process is killed. A file that somebody else has put
     there keeps its content until the lock is held, and no link is followed. `wait` waits for a
@@ -175,7 +175,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
 
     Raises:
         InUse: another process holds the lock.
-        InputError: the path is something else.
+        InputError: the path is a link, or no regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -230,7 +230,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text in UTF-8, whole or not at all; what UTF-8 lacks is escaped."""
+    """Writes a text in UTF-8, whole or not at all; characters that UTF-8 lacks are escaped."""
     with write_atomically(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
@@ -271,7 +271,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, empty where there is no file; InputError where it is none."""
+    """Reads a JSON object, empty if the file is missing; InputError for other JSON values."""
     value = read_json(path) if path.exists() else {}
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, found a {type(value).__name__}")
@@ -284,18 +284,18 @@ MANIFEST = "manifest.json"
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the SHA-256 of every other file of a folder, by its name in there."""
+    """Writes the SHA-256 of every other file of a folder, by its path within the folder."""
     files = sorted(f for f in folder.rglob("*") if f.is_file() and f != folder / MANIFEST)
-    known = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
-    write_json(folder / MANIFEST, {"sha256": known})
+    digests = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+    write_json(folder / MANIFEST, {"sha256": digests})
 
 
 def check_manifest(folder: Path, remedy: str) -> None:
     """Compares a folder with its manifest, byte for byte.
 
     Raises:
-        InputError: a file is missing, has changed, or is unnamed and not hidden; ends with the
-            remedy.
+        InputError: a file is missing, has changed, or is unlisted and not hidden; the message ends
+            with the remedy.
     """
     manifest = read_json(folder / MANIFEST)
     digests = manifest.get("sha256") if isinstance(manifest, dict) else None
@@ -321,7 +321,7 @@ def named_path(name: str, path: str | os.PathLike[str]) -> Path:
         raise InputError(f"{name}: expected a path, found none")
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # of a user that nobody knows
+    except RuntimeError as error:  # of ~NAME without such a user
         raise InputError(f"{name}: {path}: {error}") from error
 
 
@@ -347,7 +347,7 @@ def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str)
 
 
 def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Memory-maps every `.npy` file of a folder, by its name without the suffix; InputError."""
+    """Memory-maps every `.npy` file of a folder, by name without suffix; raises InputError."""
     # Names with a leading dot are files still being written.
     files = [file for file in sorted(Path(path).glob("*.npy")) if not file.name.startswith(".")]
     if not files:
@@ -357,7 +357,7 @@ def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def _reading(path: str | os.PathLike[str], suffix: str) -> Iterator[list[str]]:
-    """Turns whatever a damaged file does to a parser into one InputError.
+    """Raises one InputError for any error of a parser on a damaged file.
 
     Yields a list for the name of the array that is being read.
     """
@@ -379,7 +379,7 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
     """Memory-maps one `.npy` file.
 
     Raises:
-        InputError: the file is absent, damaged, longer or shorter than it says, or holds objects.
+        InputError: the file is missing, damaged, not as long as its header says, or holds objects.
     """
     with _reading(path, ".npy"):
         array = np.lib.format.open_memmap(path, mode="r")
@@ -394,7 +394,7 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     with _reading(path, ".npz") as names, open_regular(path) as file:
         with np.load(file, allow_pickle=False) as archive:
             check_directory(file, archive.files)
-            for name in archive.files:  # Each has a checksum.
+            for name in archive.files:  # zipfile checks the CRC-32 of each array.
                 names.append(name)
                 arrays[name] = np.asarray(archive[name])
     return arrays
@@ -406,7 +406,7 @@ def check_directory(file: IO[bytes], names: Collection[str]) -> None:
     `names` are those that zipfile finds.
     """
     file.seek(-22, os.SEEK_END)
-    end = file.read()  # If the archive has a comment, it is not its last record.
+    end = file.read()  # An archive with a comment ends in that comment.
     count = int.from_bytes(end[10:12], "little")
     if end.startswith(b"PK\5\6") and count < 2**16 - 1 and count != len({*names}):
         raise ValueError(f"expected {count} different names, found {len({*names})}")
@@ -438,7 +438,7 @@ def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, np.ndar
 
 
 def foreign(start: bytes) -> str:
-    """Returns what often lies in the place of a file of data, by its first bytes, or ""."""
+    """Returns a phrase if the first bytes are of a web page or a Git LFS pointer, else ""."""
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
         return "it is a web page (HTML), as a failed download leaves"
@@ -452,8 +452,8 @@ def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
         return "expected a regular file"
     with contextlib.suppress(OSError), open_regular(path) as file:
         start = file.read(1024).lower()
-        if said := foreign(start):
-            return said
+        if phrase := foreign(start):
+            return phrase
         if start.startswith(b"pk") and isinstance(error, zipfile.BadZipFile):
             return "it is damaged, or ends early"
         if "pickle" in str(error) and not start.startswith((b"pk", b"\x93numpy")):

@@ -1,15 +1,15 @@
 """The processes of a run, one or more on each host: how they start, agree, share and end.
 
-All of them run the same program and come to the same decisions. Each decodes its own rows of every
-batch; gradients, features and moments are put together by the devices. State, features, calibrator
-and scores are the same everywhere. The work directory is the first one's alone: what looks into it
-or writes there does so on process 0 and tells the others (`on_first`, `from_first`), so that they
-need no access to it. With one process nothing here does anything.
+All processes run the same program and make the same decisions. Each process decodes its own rows of
+every batch; the devices combine gradients, features and moments. State, features, calibrator and
+scores are the same on all processes. Only process 0 reads and writes the work directory and sends
+the values to the others (`on_first`, `from_first`), which need no access to it. A single process
+exchanges nothing.
 
-What fails alike on all processes, or while they listen to each other, ends all of them. A process
-that fails on its own waits half a minute for the others to fail alike, says so and ends. Where one
-has ended or died, JAX's coordination service ends the others, at the latest after 100 seconds
-without a heartbeat. The same command on all hosts resumes.
+An error on all processes, or one while they exchange values, ends all of them. A process that fails
+alone waits half a minute for the others, reports the error and ends. If a process has ended or
+died, JAX's coordination service ends the others, at the latest after 100 seconds without a
+heartbeat. The same command on all hosts resumes the run.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def start(where: str | None) -> None:
     and the number of processes.
 
     Raises:
-        InputError: the words say something else, or there is nothing to join.
+        InputError: the text has another form, or there are no processes to join.
     """
     if where is None:
         return
@@ -70,14 +70,14 @@ def start(where: str | None) -> None:
 def joined(where: str | None, ending: Ending) -> Iterator[None]:
     """Joins the other processes, as `start` does, for the time of a block, and leaves them.
 
-    Of processes that fail alike the first one says so; one that fails alone ends at once.
+    If all processes fail, process 0 reports the error; a process that fails alone ends at once.
     """
     start(where)
     number = index()
     if count() == 1:
         yield
         return
-    faulthandler.disable()  # JAX ends processes that another one left, and says so
+    faulthandler.disable()  # JAX itself reports a process that it ends
     if number:
         logging.getLogger("fdc_jax").setLevel(logging.ERROR)
     try:
@@ -97,7 +97,7 @@ def joined(where: str | None, ending: Ending) -> Iterator[None]:
 
 
 def _leave() -> bool:
-    """Leaves the others; if not all do so soon, returns False: the caller must end at once."""
+    """Leaves the others; returns False, for the caller to end at once, if not all leave in time."""
     from jax._src import distributed
 
     try:
@@ -112,7 +112,7 @@ def _leave() -> bool:
 
 
 def count() -> int:
-    """Returns how many processes run together."""
+    """Returns the number of processes of the run."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
@@ -122,34 +122,34 @@ def index() -> int:
 
 
 def is_first() -> bool:
-    """Returns True for process 0, and for the only one."""
+    """Returns True on process 0, which may be the only one."""
     return index() == 0
 
 
 def all_values(function: Callable[[], Any], takes_part: bool = True) -> list[Any]:
-    """Returns the JSON values of a function on all processes; all raise the error of any.
+    """Returns a function's JSON values on all processes; an error on one is raised on all.
 
     The value of a process that takes no part is None.
     """
     if count() == 1:
         return [function()]
-    own: dict[str, Any] = {"value": None}
+    message: dict[str, Any] = {"value": None}
     failure: Exception | None = None
     try:
-        own["value"] = function() if takes_part else None
+        message["value"] = function() if takes_part else None
     except Exception as error:
         if getattr(error, "shared", False):
             raise
         failure = error
-        own |= {"kind": type(error).__name__, "text": str(error)}
-    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+        message |= {"kind": type(error).__name__, "text": str(error)}
+    text = np.frombuffer(json.dumps(message).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(text.size)))
-    # Few lengths, as each is another program.
+    # A power of two, since each length compiles another program.
     padded = np.zeros(1 << max(10, int(sizes.max() - 1).bit_length()), np.uint8)
     padded[: text.size] = text
     rows = np.asarray(multihost_utils.process_allgather(padded))
-    everyone = [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
-    for number, answer in enumerate(everyone):
+    messages = [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+    for number, answer in enumerate(messages):
         if "kind" in answer:
             if number != index() or failure is None:
                 kind = _KINDS.get(answer["kind"], RuntimeError)
@@ -157,7 +157,7 @@ def all_values(function: Callable[[], Any], takes_part: bool = True) -> list[Any
                 failure = kind(f"{prefix}{answer['text']}")
             failure.shared = True  # pyright: ignore[reportAttributeAccessIssue]
             raise failure
-    return [answer["value"] for answer in everyone]
+    return [answer["value"] for answer in messages]
 
 
 def on_first(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +171,7 @@ def on_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def together(function: Callable[[], Any]) -> Any:
-    """Returns any value of a function on every process there; raises like `all_values`."""
+    """Returns this process's value of a function, of any type; raises like `all_values`."""
     result: list[Any] = []
     all_values(lambda: result.append(function()))
     return result[0]
@@ -186,10 +186,10 @@ def from_first(
     arrays: dict[str, np.ndarray] = {}
 
     def describe() -> dict[str, Any] | None:
-        if (own := read()) is None:
+        if (read_arrays := read()) is None:
             return None
-        arrays.update(own)
-        return {name: [str(a.dtype), list(a.shape)] for name, a in own.items()}
+        arrays.update(read_arrays)
+        return {name: [str(a.dtype), list(a.shape)] for name, a in read_arrays.items()}
 
     described = all_values(describe, is_first())[0]
     for name, (dtype, shape) in (described or {}).items():
@@ -214,16 +214,16 @@ def check_same(values: dict[str, Any]) -> None:
 
 
 class Agreement:
-    """The largest of the numbers that processes were given, the same at the same call on all.
+    """The largest number that a process has passed, the same at the same call on all processes.
 
-    All processes must call it equally often; they ask each other at every eighth call.
+    All processes must call it equally often; they exchange numbers at every eighth call.
     """
 
     def __init__(self) -> None:
         self._calls, self._agreed = 0, 0
 
     def __call__(self, number: int) -> int:
-        """Returns what has been agreed so far, given this process's own number."""
+        """Returns the number agreed so far; `number` is this process's own."""
         if not self._agreed and self._calls % AGREE_EVERY == 0:
             self._agreed = max(all_values(lambda: number))
         self._calls += 1
