@@ -1,4 +1,4 @@
-"""Calibrators as estimators of scikit-learn, which no other file of the package imports.
+"""Calibrators as estimators of scikit-learn.
 
 A task is one call of `partial_fit`, or the samples of one value of `tasks` in `fit`.
 """
@@ -31,12 +31,12 @@ HEADS = ("ridge", "nearest_mean")
 class ContinualClassifier(ClassifierMixin, BaseEstimator):
     """Classifies features among the classes of all tasks with a calibrator.
 
-    Features X are an array [n, d]; of two views of the same samples, side by side, `views` selects
-    the columns.
+    Features X are an array [n, d]; if X has two views of the same samples side by side, `views`
+    selects their columns.
 
     Args:
         calibrator: a name of `calibration.METHODS`, such as `gaussians`, `fdc` or a comparator.
-        head: kind of the heads of tasks without one, if the calibrator needs heads: `ridge`,
+        head: kind of head for tasks that come without one, if the calibrator needs heads: `ridge`,
             regression to one-hot labels with a penalty chosen on a fifth of the samples, or
             `nearest_mean`, the cosine to class means.
         views: columns of the adapted and of the pretrained features, such as
@@ -65,7 +65,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         self.settings = settings
 
     def fit(self, X: Any, y: Any, tasks: Any = None) -> ContinualClassifier:
-        """Fits features of one encoder task by task, instead of all earlier tasks.
+        """Fits features of one encoder, task by task; earlier tasks are discarded.
 
         Args:
             X: features of the samples of all tasks.
@@ -173,11 +173,11 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         """Returns a calibrator before its first task, and no labels."""
         if self.head not in HEADS:
             raise InputError(did_you_mean("head", self.head, HEADS))
-        settings, known = self.settings or {}, calibration.find(self.calibrator).settings
-        for name in settings.keys() - {*known}:
-            if not known:
+        settings, accepted = self.settings or {}, calibration.find(self.calibrator).settings
+        for name in settings.keys() - {*accepted}:
+            if not accepted:
                 raise InputError(f"settings: {self.calibrator} has none, found {name}")
-            raise InputError(did_you_mean(f"setting of {self.calibrator}", name, known))
+            raise InputError(did_you_mean(f"setting of {self.calibrator}", name, accepted))
         return calibration.make(self.calibrator, **settings), np.array([], int)
 
     def _fit_task(
@@ -195,14 +195,14 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         dtype = (unique_labels(labels, names) if len(labels) else names).dtype
         if len(np.unique(names)) < len(names):
             raise InputError(f"classes: expected each label once, found {names.tolist()}")
-        if (known := np.isin(names, labels)).any():
-            label = names[known].tolist()[0]
+        if (repeated := np.isin(names, labels)).any():
+            label = names[repeated].tolist()[0]
             raise InputError(
                 f"y: class {label!r} belongs to an earlier task, and those of a task must be new; "
                 "fit discards earlier tasks"
             )
-        if not (within := np.isin(y, names)).all():
-            raise InputError(f"y: {y[~within].tolist()[0]!r} is not in classes")
+        if not (has_class := np.isin(y, names)).all():
+            raise InputError(f"y: {y[~has_class].tolist()[0]!r} is not in classes")
         order = np.argsort(names)
         rows = order[np.searchsorted(names[order], y)]
         adapted, *pretrained = self._split(X)
@@ -214,17 +214,17 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
                     "head: ridge cannot fit a task of one class; expected nearest_mean"
                 )
             head = closed_form_head(self.head, adapted, rows)
-        own = np.arange(len(labels), len(labels) + len(names))
-        calibrator.fit_task(adapted, own[rows], head, *pretrained, classes=own, previous=previous)
+        ids = np.arange(len(labels), len(labels) + len(names))
+        calibrator.fit_task(adapted, ids[rows], head, *pretrained, classes=ids, previous=previous)
         return np.concatenate([labels.astype(dtype), names.astype(dtype)])
 
     def _keep(
         self, calibrator: calibration.Calibrator, labels: Shaped[np.ndarray, " c"]
     ) -> ContinualClassifier:
-        """Finalizes a calibrator and makes it the estimator's own; returns the estimator."""
+        """Returns the estimator, in which a calibrator is finalized and stored."""
         calibrator.finalize()
         order = np.argsort(labels)
-        tasks = np.repeat(range(calibrator.num_tasks), [len(own) for own in calibrator.classes])
+        tasks = np.repeat(range(calibrator.num_tasks), [*map(len, calibrator.classes)])
         self.calibrator_, self._labels = calibrator, labels
         self.classes_, self.class_tasks_ = labels[order], tasks[order]
         return self

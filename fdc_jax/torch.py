@@ -80,7 +80,7 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
     finally:
         for hook in hooks:
             hook.remove()
-    output = getattr(output, "logits", output)  # of transformers
+    output = getattr(output, "logits", output)  # a result of transformers
     calls = [call for call in calls if layer or call[2] is output]
     if layer and not calls:
         raise InputError(f"layer: expected one that the model uses for its output, found {layer}")
@@ -137,11 +137,11 @@ def collect(
     columns: list[list[Any]] = []
     try:
         for batch in loader:
-            inputs, given = _parts(batch, device)
-            if given is None:
+            inputs, batch_labels = _parts(batch, device)
+            if batch_labels is None:
                 raise InputError(f"{_EXPECTED} with labels, found none")
             features = _rows(views(model, inputs))
-            labels = label_array(torch.as_tensor(given).cpu(), "loader: labels")
+            labels = label_array(torch.as_tensor(batch_labels).cpu(), "loader: labels")
             same_length(labels, features[0], "loader: labels")
             columns.append([*map(as_array, features), labels])
     finally:
@@ -156,7 +156,7 @@ def collect(
 
 
 def as_array(tensor: Any) -> Float[Any, ...]:
-    """Returns a tensor in float32, where it is if JAX computes there, else on the host."""
+    """Returns a float32 array, on the tensor's device if JAX computes there, else on the host."""
     tensor = tensor.detach().float()
     if tensor.device.type == {"gpu": "cuda"}.get(jax.default_backend()):
         return jnp.from_dlpack(tensor.contiguous())

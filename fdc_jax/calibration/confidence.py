@@ -1,11 +1,11 @@
 """Probabilities of the answers of class Gaussians (docs/predict.md).
 
-While the images of a task are at hand, its classes are also fitted without every fifth image.
-Scores of these held-out images are divided by the distance of the image to one Gaussian of all
-images, as scores of far images differ by more; and by the temperature with the least sum of minus
-their log probabilities. Probabilities are the softmax. A tenth of the share of wrong held-out
-answers is spread over all classes, since the encoder was trained on these images and changes after
-them. Only sums over held-out images are kept.
+While the images of a task are at hand, its classes are also fitted without every fifth image. The
+scores of an image are divided by its distance to one Gaussian of all images, since scores of far
+images differ by more, and by the temperature under which the held-out images are most likely.
+Probabilities are the softmax of the quotients. A tenth of the share of wrong held-out answers is
+spread over all classes, since the encoder was trained on these images and changes after them. Only
+sums over held-out images are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy.special import log_softmax, softmax
 
-# Without held-out images the first one applies.
+# Without held-out images the first temperature applies.
 TEMPERATURES = np.geomspace(64.0, 0.25, 65)
 # Share of the held-out error that is spread over all classes.
 SPREAD_OUT = 0.1
@@ -40,7 +40,7 @@ class Confidence(NamedTuple):
     ) -> Confidence:
         """Returns the sums with held-out images of a further task; `columns` are their classes."""
         true, scaled = (np.arange(len(columns)), columns), _scaled(scores, spread)
-        losses = [-log_softmax(scaled / by, axis=1)[true].sum() for by in TEMPERATURES]
+        losses = [-log_softmax(scaled / t, axis=1)[true].sum() for t in TEMPERATURES]
         wrong = np.count_nonzero(scores.argmax(axis=1) != columns)
         return Confidence(self.losses + losses, self.answers + np.array([wrong, len(columns)]))
 
@@ -53,8 +53,8 @@ class Confidence(NamedTuple):
         # Laplace's rule, above 0 if no held-out answer was wrong.
         spread_out = SPREAD_OUT * (wrong + 1.0) / (measured + 2.0)
         likely = softmax(_scaled(scores, spread) / temperature, axis=1)
-        known = np.isfinite(scores)  # False for classes without an image
-        return (1.0 - spread_out) * likely + spread_out * known / known.sum(axis=1, keepdims=True)
+        fitted = np.isfinite(scores)  # False for classes without an image
+        return (1.0 - spread_out) * likely + spread_out * fitted / fitted.sum(axis=1, keepdims=True)
 
 
 def _scaled(
@@ -66,7 +66,7 @@ def _scaled(
 def held_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     """Returns True for the first image of every class, the sixth, and so on.
 
-    Classes of one image keep it.
+    Of a class with a single image none is held out.
     """
     counts = np.bincount(rows)
     index = np.empty(len(rows), int)
@@ -81,7 +81,7 @@ def of_labels(
     labels: Int[np.ndarray, " n"],
 ) -> Float[np.ndarray, " n"]:
     """Returns the probability of the label of each row."""
-    known = np.concatenate(classes)
-    order = np.argsort(known)
-    columns = order[np.searchsorted(known, labels, sorter=order)]
+    column_labels = np.concatenate(classes)
+    order = np.argsort(column_labels)
+    columns = order[np.searchsorted(column_labels, labels, sorter=order)]
     return probabilities[np.arange(len(labels)), columns]

@@ -56,7 +56,7 @@ def fit_map(
     Args:
         before: E_{t-1}(D_t); memory maps are read block by block.
         after: E_t(D_t), rows in the same order.
-        transform: function of rows of both before the fit, to float32.
+        transform: function that is applied to rows of both before the fit; returns float32.
         classes: class of each image. With fewer than two, the map has no `class_errors`.
     """
     count, width = before.shape
@@ -67,7 +67,7 @@ def fit_map(
     )
 
     def centred(rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns Xc and R of some images."""
+        """Returns Xc and R of the images in `rows`."""
         old, new = transform(before[rows]) - float32(mean), transform(after[rows]) - float32(target)
         return old, new - old
 
@@ -117,13 +117,13 @@ def fit_map(
 
     class_errors, names = np.zeros((0, width)), np.unique([] if classes is None else classes)
     for name in evenly_spaced(names, CLASSES) if len(names) > 1 else []:
-        own = evenly_spaced(np.flatnonzero(classes == name), OF_CLASS)
-        x, r = centred(own)
-        rows = coordinates[own] if few else (x @ vectors) * scale
-        # Without these images their errors are (I - H)^-1 e, with e and the hat matrix H of all.
+        members = evenly_spaced(np.flatnonzero(classes == name), OF_CLASS)
+        x, r = centred(members)
+        rows = coordinates[members] if few else (x @ vectors) * scale
+        # Held out, these images have errors (I - H)^-1 e, with e and hat matrix H of the full fit.
         shrunk = rows * gains[best]
-        rest = np.eye(len(own)) - (shrunk @ rows.T).astype(np.float64) - 1.0 / count
-        weights = np.linalg.solve(rest, np.full(len(own), 1.0 / len(own)))
+        rest = np.eye(len(members)) - (shrunk @ rows.T).astype(np.float64) - 1.0 / count
+        weights = np.linalg.solve(rest, np.full(len(members), 1.0 / len(members)))
         error = weights @ r - (weights @ shrunk) @ products
         class_errors = np.vstack([class_errors, error])
     covariance = residual.T @ residual / len(chosen)

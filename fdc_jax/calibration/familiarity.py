@@ -5,10 +5,10 @@ With the precision P that all classes share, the familiarity of a feature g is
     f(g) = (D^2 - min_c D_c^2) / 2,    D_c^2 = (g - mu_c)' P (g - mu_c),
 
 where D is the distance to one Gaussian of all images. It is measured in the pretrained view, if
-there is one, since that encoder was trained on none of the images: if the statistics leave an image
-out, it is like a new one. Without an image of a class of n, r = g - mu_c becomes h r with
-h = n / (n - 1), and P becomes P + b P r r' P / (1 - b r' P r) with b = (1 - a) h / N; other parts
-of P are kept.
+there is one, since that encoder was trained on none of the images: an image that the statistics
+leave out is then like a new image. Without one of the n images of a class, its r = g - mu_c becomes
+h r with h = n / (n - 1), and P becomes P + b P r r' P / (1 - b r' P r) with b = (1 - a) h / N; the
+other parts of P are kept.
 
 Statistics change with later tasks. Values are therefore kept less their expectation for the class,
 in units of their standard deviation,
@@ -16,11 +16,11 @@ in units of their standard deviation,
     e_c = (mu' W mu + tr A) / 2,    s_c^2 = tr A^2 / 2 + v mu' W S W mu / N,
     A = (v W - u P) S / N,
 
-where mu = mu_c - m, and m and W are the mean and the precision of all images as one. Leaving images
-out makes distances larger, from a class by the factor u = h^2 / (1 - b tr P S / N) with a mean n,
-from m by v likewise. These values are of the own class c alone. The gain in f by the nearest class
-is known for the images of the newest task; other images take it from the one of closest value. The
-typicality of an image is the share of values, its own among them, that are at most its f.
+where mu = mu_c - m, and m and W are the mean and the precision of all images as one. For an image
+that is left out, the squared distance to its class grows by the factor u = h^2 / (1 - b tr P S / N)
+with the mean n, that to m by v likewise. Values regard the own class c alone; the gain in f by a
+nearer class is known for images of the newest task, and others take the gain of the closest value.
+The typicality of an image is the share of values, its own f among them, that are at most its f.
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ def reference(known: Any, counts: Int[np.ndarray, " c"], kind: type = np.float64
 
 
 def _growth(square: Any, count: float, images: int) -> Any:
-    """Returns h^2 / (1 - b r' P r), the growth of r' P r if an image of `count` is left out."""
+    """Returns h^2 / (1 - b r' P r), the growth of r' P r if one of `count` images is left out."""
     h = count / max(count - 1.0, 1.0)
     return h**2 / (1.0 - (1.0 - OWN_SHARE) * h / images * square)
 
 
 def compare(known: Reference, features: Float[Any, "n d"]) -> tuple[Any, Any]:
     """Returns f and D^2 / 2 of features."""
-    near = unit(features) - known.middle
-    turned = products(near, known.precision)
+    centred = unit(features) - known.middle
+    turned = products(centred, known.precision)
     nearest = (products(turned, known.means) - known.constants).max(axis=-1)
-    whole = (products(near, known.whole) * near).sum(axis=-1) / 2
-    return nearest - (turned * near).sum(axis=-1) / 2 + whole, whole
+    half_squares = (products(centred, known.whole) * centred).sum(axis=-1) / 2
+    return nearest - (turned * centred).sum(axis=-1) / 2 + half_squares, half_squares
 
 
 def left_out(
@@ -114,9 +114,9 @@ def left_out(
     columns: Int[np.ndarray, " n"],
     counts: Int[np.ndarray, " c"],
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    """Returns f of images, each left out, with the own class alone, and the gain by the nearest.
+    """Returns f of left-out images by their own class alone, and the gain by the nearest class.
 
-    Classes have two or more images.
+    The class of every image must have two or more images.
     """
     near = unit(features) - known.middle
 
@@ -127,18 +127,18 @@ def left_out(
         return turned, h**2 * square / (1.0 - b * square), b / (1.0 - b * square)
 
     away = near - known.means[columns]
-    turned, own, change = without(away, known.precision, counts[columns])
+    turned, own_squares, change = without(away, known.precision, counts[columns])
     to_all = near @ known.precision
     squares = (to_all * near).sum(axis=1)[:, None] + 2 * (known.constants - to_all @ known.means.T)
     along = (turned * near).sum(axis=1)[:, None] - turned @ known.means.T
     squares += change[:, None] * along**2
-    squares[np.arange(len(near)), columns] = own
-    whole = without(near, known.whole, counts.sum())[1]
-    return (whole - own) / 2, (own - squares.min(axis=1)) / 2
+    squares[np.arange(len(near)), columns] = own_squares
+    middle_squares = without(near, known.whole, counts.sum())[1]
+    return (middle_squares - own_squares) / 2, (own_squares - squares.min(axis=1)) / 2
 
 
 class Familiarity(NamedTuple):
-    """Familiarity of left-out images with their own class, standardised, and gains by others."""
+    """Standardised familiarity of left-out images with their class, and gains by the nearest."""
 
     values: Float[np.ndarray, " n"] = np.zeros(0, np.float32)
     columns: Int[np.ndarray, " n"] = np.zeros(0, np.int32)  # index of each image's class

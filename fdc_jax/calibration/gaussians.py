@@ -52,7 +52,7 @@ PRETRAINED_SHARE, DOUBLING = 0.25, 20.0
 
 
 class ViewClasses(NamedTuple):
-    """Statistics of some classes in one view."""
+    """Statistics of classes in one view."""
 
     means: Float[np.ndarray, "c d"]  # mu_c, zero if a class has no image
     factors: Float[np.ndarray, "c r d"]  # B_c, rows as long as standard deviations along them
@@ -79,25 +79,25 @@ def fit_classes(
     num_classes: int,
     held: Bool[np.ndarray, " n"],
 ) -> tuple[ViewClasses, ViewClasses]:
-    """Returns the statistics of a task's images, without the held-out ones and of all images."""
+    """Returns the statistics of a task's images without those held out, and of all its images."""
     width = features.shape[1]
     shapes = (num_classes, width), (num_classes, RANK, width), (width, width)
-    kept, every = (ViewClasses(*(np.zeros(s, np.float32) for s in shapes)) for _ in range(2))
+    kept, full = (ViewClasses(*(np.zeros(s, np.float32) for s in shapes)) for _ in range(2))
     for row in np.unique(rows):
         members, out = at_unit_length(features[rows == row]), held[rows == row]
-        for known, own in ((kept, members[~out]), (every, members)):
-            known.means[row] = own.mean(axis=0, dtype=np.float64)
-            leading = principal(own - known.means[row])
-            known.factors[row, : len(leading)] = leading
+        for statistics, images in ((kept, members[~out]), (full, members)):
+            statistics.means[row] = images.mean(axis=0, dtype=np.float64)
+            leading = principal(images - statistics.means[row])
+            statistics.factors[row, : len(leading)] = leading
     scatter, added = np.zeros((2, width, width))
     for index, block in inputs.blocks(features):
-        block, own, out = at_unit_length(block), rows[index], held[index]
-        near = block - kept.means[own]
-        scatter += near[~out].T @ near[~out]
-        # Held-out images add the sum of (g - mean of the others) (g - mean of all)'.
-        added += near[out].T @ (block[out] - every.means[own[out]])
+        block, of_block, out = at_unit_length(block), rows[index], held[index]
+        centred = block - kept.means[of_block]
+        scatter += centred[~out].T @ centred[~out]
+        # Held-out images add the sum of (g - mean of kept images) (g - mean of all images)'.
+        added += centred[out].T @ (block[out] - full.means[of_block[out]])
     kept = kept._replace(scatter=inputs.float32(scatter))
-    return kept, every._replace(scatter=inputs.float32(scatter + added))
+    return kept, full._replace(scatter=inputs.float32(scatter + added))
 
 
 def at_unit_length(features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
@@ -108,13 +108,13 @@ def at_unit_length(features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d
 def principal(centred: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "r d"]:
     """Returns the leading principal directions, as long as standard deviations along them."""
     count, width = centred.shape
-    if not (kept := min(RANK, count - 1, width)):
+    if not (rank := min(RANK, count - 1, width)):
         return centred[:0]
     # The smaller of X X' and X' X. With X X' v = s v, X' v has the length sqrt(s).
     few = count < width
     gram = centred @ centred.T if few else centred.T @ centred
     last = len(gram) - 1
-    values, vectors = scipy.linalg.eigh(gram, subset_by_index=[last - kept + 1, last])
+    values, vectors = scipy.linalg.eigh(gram, subset_by_index=[last - rank + 1, last])
     lengths = np.sqrt(np.maximum(values, 0.0))
     leading = vectors.T @ centred if few else vectors.T * lengths[:, None]
     return leading[::-1] / np.sqrt(count)
@@ -135,16 +135,16 @@ def metric(
     raised: Float[np.ndarray, " c"] | float,
     kind: type = np.float64,
 ) -> Metric:
-    """Returns the metric of a view, computed in floats of a kind; scores are `raised`."""
+    """Returns the metric of a view, computed in floats of a kind; `raised` is added to scores."""
     size, images, present = padded_size(len(counts), 8), int(counts.sum()), counts > 0
     precision = shared_precision(known.scatter.astype(kind), images, int(present.sum()))
-    every = known.means.astype(np.float64)
-    origin = inputs.float32(every[present].mean(axis=0))
-    means = (every - origin).astype(kind)
+    class_means = known.means.astype(np.float64)
+    origin = inputs.float32(class_means[present].mean(axis=0))
+    means = (class_means - origin).astype(kind)
     # Woodbury: (P^-1 + B' B)^-1 = P - P B' (I + B P B')^-1 B P.
-    own = kind(np.sqrt(OWN_SHARE)) * known.factors
-    factors = np.tensordot(own, precision, 1)
-    inner = np.eye(RANK, dtype=kind) + factors @ own.swapaxes(1, 2)
+    scaled = kind(np.sqrt(OWN_SHARE)) * known.factors
+    factors = np.tensordot(scaled, precision, 1)
+    inner = np.eye(RANK, dtype=kind) + factors @ scaled.swapaxes(1, 2)
     factors = np.linalg.inv(np.linalg.cholesky(inner)) @ factors
     along = factors @ means[:, :, None]
     rows = means @ precision - (along * factors).sum(axis=1)
@@ -155,13 +155,13 @@ def metric(
 
 
 def class_scores(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[str, Any]:
-    """Returns minus half the squared distance to every class, less a term of all, by view."""
+    """Returns minus half the squared distance to every class, up to a shared term, by view."""
     scores = {}
-    for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
-        near = unit(features) - known.origin
-        scores[name] = products(near, known.rows) - known.constants
-        for factor in known.factors:
-            scores[name] = scores[name] + products(near, factor) ** 2 / 2
+    for name, fitted, features in zip(inputs.VIEWS, metrics, views, strict=False):
+        centred = unit(features) - fitted.origin
+        scores[name] = products(centred, fitted.rows) - fitted.constants
+        for factor in fitted.factors:
+            scores[name] = scores[name] + products(centred, factor) ** 2 / 2
     return scores
 
 
@@ -207,9 +207,9 @@ class Gaussians(Calibrator):
             fitted._compensate(given)
         held = confidence.held_out(given.rows) & (first + count <= confidence.CLASSES)
         fits = (fit_classes(view, given.rows, count, held) for view in given.views)
-        kept, every = map(list, zip(*fits, strict=True))
+        kept, full = map(list, zip(*fits, strict=True))
         without = copy.copy(fitted)
-        fitted._add(given, every)
+        fitted._add(given, full)
         if held.any():
             out = np.bincount(given.rows[held], minlength=count)
             without._add(given._replace(counts=given.counts - out), kept)
@@ -220,21 +220,21 @@ class Gaussians(Calibrator):
     def _measure(self, given: inputs.TaskInput, held: np.ndarray, without: Gaussians) -> None:
         """Adds a task's images to the confidence and the familiarity.
 
-        NumPy computes, since JAX would compile for shapes that occur once.
+        Computes with NumPy, since JAX would compile for shapes that occur only once.
         """
         counts = np.concatenate(self.counts)
         columns = given.rows + len(counts) - len(given.classes)
-        known = self._reference_of(np.float32)
-        some = inputs.evenly_spaced(np.flatnonzero(held), confidence.MEASURED)
-        views = [inputs.float32(view[some]) for view in given.views]
+        reference = self._reference_of(np.float32)
+        chosen = inputs.evenly_spaced(np.flatnonzero(held), confidence.MEASURED)
+        views = [inputs.float32(view[chosen]) for view in given.views]
         scores = without._fuse(class_scores(without._metrics_by_view(np.float32), *views))
-        spread = without._spread(familiarity.compare(known, views[-1])[1])
-        self.confidence = self.confidence.with_task(columns[some], scores, spread)
+        spread = without._spread(familiarity.compare(reference, views[-1])[1])
+        self.confidence = self.confidence.with_task(columns[chosen], scores, spread)
         several = np.flatnonzero(given.counts[given.rows] > 1)
-        some = inputs.evenly_spaced(several, confidence.MEASURED)
-        features = inputs.float32(given.views[-1][some])
-        values, gains = familiarity.left_out(known, features, columns[some], counts)
-        self.familiarity = self.familiarity.with_task(known, values, gains, columns[some])
+        chosen = inputs.evenly_spaced(several, confidence.MEASURED)
+        features = inputs.float32(given.views[-1][chosen])
+        values, gains = familiarity.left_out(reference, features, columns[chosen], counts)
+        self.familiarity = self.familiarity.with_task(reference, values, gains, columns[chosen])
 
     def _compensate(self, given: inputs.TaskInput) -> None:
         """Moves the adapted view of all earlier classes by the map of a new task."""
@@ -253,13 +253,13 @@ class Gaussians(Calibrator):
         width = given.views[0].shape[1]
         before = inputs.host_array(inputs.feature_array(previous, name, width), name)
         inputs.same_length(before, given.views[0], name)
-        by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
+        affine = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         counts = np.concatenate(self.counts)
         images, present = int(counts.sum()), int((counts > 0).sum())
-        moved = self.views[0].move(by, images)
-        if len(by.class_errors):
+        moved = self.views[0].move(affine, images)
+        if len(affine.class_errors):
             precision = shared_precision(moved.scatter.astype(np.float64), images, present)
-            added = (by.class_errors @ precision * by.class_errors).sum(axis=1).mean()
+            added = (affine.class_errors @ precision * affine.class_errors).sum(axis=1).mean()
             self.staleness = self.staleness + added
         self.views = [moved, *self.views[1:]]
 
@@ -275,7 +275,7 @@ class Gaussians(Calibrator):
         return self._fuse(self._by_view(self._checked(adapted, pretrained)))
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
-        """Returns the scores by all views and, of two, by each view alone."""
+        """Returns the scores by all views and, if there are two, by each view alone."""
         by_view = self._by_view(self._checked(adapted, pretrained))
         parts = {"full": by_view}
         if len(by_view) == 2:
@@ -287,9 +287,9 @@ class Gaussians(Calibrator):
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
         """Returns the probability of every class and the typicality, in (0, 1], of a batch."""
         views = self._checked(adapted, pretrained)
-        familiar, whole = in_blocks(familiarity.compare, self._reference, views[-1])
+        familiar, half_squares = in_blocks(familiarity.compare, self._reference, views[-1])
         scores = self._fuse(self._by_view(views))
-        probabilities = self.confidence.probabilities(scores, self._spread(whole))
+        probabilities = self.confidence.probabilities(scores, self._spread(half_squares))
         return probabilities, self.familiarity.typicality(self._reference, familiar)
 
     @property
@@ -301,7 +301,7 @@ class Gaussians(Calibrator):
 
     @property
     def storage_bytes(self) -> int:
-        """See `Calibrator.storage_bytes`; half of a symmetric scatter counts."""
+        """See `Calibrator.storage_bytes`; only half of a symmetric scatter counts."""
         numbers = sum(map(len, self.classes))  # images of each class
         numbers += len(self.staleness) + sum(map(np.size, (*self.confidence, *self.familiarity)))
         for known in self.views:
@@ -328,7 +328,7 @@ class Gaussians(Calibrator):
         """Returns the metric of each view, computed in floats of a kind."""
         raised = np.log1p(np.repeat(self.staleness, [*map(len, self.classes)]) / 4)
         counts, by_view = np.concatenate(self.counts), zip(self.views, (raised, 0.0), strict=False)
-        return [metric(known, counts, by, kind) for known, by in by_view]
+        return [metric(view, counts, term, kind) for view, term in by_view]
 
     @cached_property
     def _reference(self) -> familiarity.Reference:
@@ -338,10 +338,10 @@ class Gaussians(Calibrator):
         """Returns the reference of the last view, computed in floats of a kind."""
         return familiarity.reference(self.views[-1], np.concatenate(self.counts), kind)
 
-    def _spread(self, whole: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    def _spread(self, half_squares: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Returns a divisor of scores in proportion to D, from D^2 / 2."""
         total = sum(self._weights().values())
-        return total * np.sqrt(np.maximum(whole, 0.0) / self.widths[-1])
+        return total * np.sqrt(np.maximum(half_squares, 0.0) / self.widths[-1])
 
     def _weights(self) -> dict[str, np.float32]:
         """Returns the weight of each view."""

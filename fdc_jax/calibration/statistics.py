@@ -36,7 +36,7 @@ class Settings:
     """Settings of FDC; the defaults are the paper's. Raises InputError if one is out of range."""
 
     retained_energy: float = 0.75  # eta, share of a task's variance in its subspace, in (0, 1]
-    attenuation: float = 0.5  # gamma, how much TSF removes outside the subspace, in [0, 1]
+    attenuation: float = 0.5  # gamma, share that TSF removes outside the subspace, in [0, 1]
     rlc_weight: float = 1.0  # alpha
     pac_weight: float = 1.0  # beta
     adapted_view_weight: float = 1.0  # w_T

@@ -1,6 +1,6 @@
 """A calibrator as an `.npz` file of a tree of tuples and arrays.
 
-Arrays of a number type are concatenated. `tree` is JSON, with the offset and shape of every array,
+Arrays are concatenated by number type. `tree` is JSON, with the offset and shape of every array,
 and with numbers, texts and None themselves. A checksum covers the tree and the arrays.
 """
 
@@ -28,7 +28,7 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
     """
     parts: dict[str, list[np.ndarray]] = {}
     tree = json.dumps(encode(value, parts))
-    arrays = {dtype: np.concatenate(of_type) for dtype, of_type in parts.items()}
+    arrays = {dtype: np.concatenate(chunks) for dtype, chunks in parts.items()}
     write_npz(path, arrays | {"format": FORMAT, "tree": tree, "sha256": checksum(tree, arrays)})
 
 
@@ -69,9 +69,9 @@ def encode(value: Any, parts: dict[str, list[np.ndarray]]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
-        of_type = parts.setdefault(value.dtype.name, [])
-        start = sum(part.size for part in of_type)
-        of_type.append(value.ravel())
+        chunks = parts.setdefault(value.dtype.name, [])
+        start = sum(part.size for part in chunks)
+        chunks.append(value.ravel())
         return {"array": [value.dtype.name, start, *value.shape]}
     if isinstance(value, list):
         return [*map(inner, value)]

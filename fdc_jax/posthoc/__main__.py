@@ -57,9 +57,9 @@ def _program() -> Program:
     text = f"some of {', '.join(METHODS)}, or all (default {FDC.name})"
     add("--method", metavar="NAME[,NAME]", default=FDC.name, help=text)
     add("--components", action="store_true", help="also print FDC with some components alone")
-    others = {"projections": "ranpac and anacp: random features; the papers use 10000 and 5000"}
+    help_texts = {"projections": "ranpac and anacp: random features; the papers use 10000 and 5000"}
     for name, default in _SETTINGS.items():
-        text = others.get(
+        text = help_texts.get(
             name, f"FDC, as config.fdc.{name}; several values, as in 1,2, are a sweep"
         )
         values = partial(_values, type(default))
@@ -125,7 +125,7 @@ def _settings(
                 calibration.make(FDC.name, **{name: value})
             except InputError as error:
                 raise InputError(f"--{error}") from error
-    return _SETTINGS | {name: of for name, (of, *more) in given.items() if not more}, sweep
+    return _SETTINGS | {name: given[name][0] for name in given.keys() - sweep.keys()}, sweep
 
 
 def _outcomes(
@@ -156,7 +156,7 @@ def _report(
 ) -> None:
     """Writes a report about files as seeds, and prints its tables."""
     from fdc_jax import learners, report
-    from fdc_jax.posthoc import seeds  # which imports the rooms of runs and of reports
+    from fdc_jax.posthoc import seeds  # which imports the modules of runs and reports
 
     learner = options.name.strip()
     if not learner or learner != escaped(learner) or learner in learners.names():
@@ -194,8 +194,8 @@ def _of_one_file(
         outcomes[names[0]].calibrator.save(options.calibrator)
     if output is not None:
         # Of several methods, the predictions are FDC's, or those of the first that applies.
-        known = [name for name in (FDC.name, *names) if name in names and name in outcomes]
-        scores = outcomes[known[0]].scores
+        applicable = [name for name in (FDC.name, *names) if name in names and name in outcomes]
+        scores = outcomes[applicable[0]].scores
         arrays = {"scores": scores.task_scores, "task": scores.task, "label": scores.label}
         if "raw" in outcomes:
             arrays["raw_label"] = outcomes["raw"].scores.label
@@ -237,7 +237,7 @@ def _sizes(features: feature_files.FeatureSet) -> str:
 
 def _lines(results: Mapping[str, Any], sizes: str) -> list[str]:
     """Returns the lines to print: a table if test labels are known, and notes of the methods."""
-    # The one without drift compensation was a warning.
+    # A note on missing drift compensation has already been a warning.
     notes = [note for note in results["notes"].values() if not note.startswith(WITHOUT)]
     if "accuracy" not in results:
         *_, name = results["storage_bytes"]

@@ -59,9 +59,9 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
         "num_tasks": len(features.tasks),
         "num_classes": sum(len(task.classes) for task in features.tasks),
         "num_test_images": len(features.test_adapted),
-        "num_changed_labels": {name: int(np.sum(raw != of.label)) for name, of in compared.items()},
-        "storage_bytes": {name: of.calibrator.storage_bytes for name, of in outcomes.items()},
-        "notes": {n: of.calibrator.note for n, of in outcomes.items() if of.calibrator.note},
+        "num_changed_labels": {n: int(np.sum(raw != new.label)) for n, new in compared.items()},
+        "storage_bytes": {name: fit.calibrator.storage_bytes for name, fit in outcomes.items()},
+        "notes": {n: fit.calibrator.note for n, fit in outcomes.items() if fit.calibrator.note},
         "timing": {
             "fit_seconds": {name: outcome.fit_seconds for name, outcome in outcomes.items()},
             "score_seconds": {name: outcome.score_seconds for name, outcome in outcomes.items()},
@@ -77,12 +77,12 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
         **sizes,
         **evaluation.measure(scores, labels, tasks),
         "task_confusion": {
-            name: evaluation.task_confusion(tasks, of.task, count).tolist()
-            for name, of in scores.items()
+            name: evaluation.task_confusion(tasks, answers.task, count).tolist()
+            for name, answers in scores.items()
         },
         "gain": {
-            name: evaluation.sample_gain(labels, raw, of.label)._asdict()
-            for name, of in compared.items()
+            name: evaluation.sample_gain(labels, raw, answers.label)._asdict()
+            for name, answers in compared.items()
         },
-        "components": {name: evaluation.accuracy(labels, of.label) for name, of in parts.items()},
+        "components": {n: evaluation.accuracy(labels, part.label) for n, part in parts.items()},
     }

@@ -19,9 +19,9 @@ from fdc_jax.posthoc import methods
 from fdc_jax.report import console, runs, tables
 from fdc_jax.run.schema import PLANNED
 
-# The feature file in `config.json`, which runs of other programs have not.
+# The field of `config.json` with the feature file; runs of other programs lack it.
 SOURCE = "feature file"
-# Quantities of a point of the curve, which has the last task alone.
+# Quantities at a point of the curve; the curve has one point, after the last task.
 POINT = ("accuracy", "routing_accuracy", "components", "task_accuracy")
 
 
@@ -38,8 +38,8 @@ def write_run(
 
     Args:
         folder: work directory; an earlier one of this command is replaced.
-        learner: its name in the report.
-        benchmark: its name in the report; the same for all seeds.
+        learner: name of the learner in the report.
+        benchmark: name of the benchmark in the report; the same for all seeds.
         seed: number of the file, from 1.
         source: the file; arrays of a folder are linked.
         features: its content.
@@ -70,14 +70,14 @@ def write_run(
     fdc: Any = outcomes[FDC.name].calibrator if FDC.name in outcomes else None
     settings = {f"fdc.{name}": value for name, value in vars(fdc.settings).items()} if fdc else {}
     fields = {"benchmark": benchmark, "learner.name": learner, **settings}
-    beside = {"weights sha256": "0" * 64, PLANNED: sizes, SOURCE: source.name}
+    metadata = {"weights sha256": "0" * 64, PLANNED: sizes, SOURCE: source.name}
     results |= {
         **{"benchmark": benchmark, "learner": learner, "seed": seed, "config": fields},
         "class_names": [str(label) for label in order],
         "curve": [{"task": len(sizes) - 1} | {name: results[name] for name in POINT}],
         "fdc_storage_bytes": results["storage_bytes"].get(FDC.name),
     }
-    write_json(folder / "config.json", fields | beside)
+    write_json(folder / "config.json", fields | metadata)
     arrays = read_folder(source) if source.is_dir() else read_npz(source)
     renumbered = {
         name: _positions(order, array)

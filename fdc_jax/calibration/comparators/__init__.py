@@ -1,4 +1,4 @@
-"""Comparators of FDC: calibrators of one idea, which need no feature of an old task again.
+"""Comparators of FDC: calibrators that never need features of an earlier task again.
 
 Methods that score classes give a task the score of its best class.
 """

@@ -1,6 +1,6 @@
 """The base of comparators.
 
-A method writes `_collect`, which returns a task's statistics, and either `_class_scores` or, for
+A method implements `_collect`, which returns a task's statistics, and `_class_scores` or, for
 routers that keep the heads' classes, `_adjust` and `_task_score`. Moments are float64 on the host;
 products over samples are float32.
 """
@@ -39,7 +39,7 @@ class Comparator(Calibrator):
         self.total: Any = None
 
     def __copy__(self) -> Any:
-        # Totals are added to in place.
+        # Fitting adds to totals in place.
         return copy.deepcopy(self)
 
     def _fit(self, given: inputs.TaskInput) -> None:
@@ -59,9 +59,9 @@ class Comparator(Calibrator):
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Calibrator.class_scores`; minus infinity for classes without a sample."""
-        known = self._class_scores(self._features(adapted, pretrained))
-        scores = np.full((len(known), sum(map(len, self.classes))), -np.inf, known.dtype)
-        scores[:, np.concatenate(self.counts) > 0] = known
+        by_class = self._class_scores(self._features(adapted, pretrained))
+        scores = np.full((len(by_class), sum(map(len, self.classes))), -np.inf, by_class.dtype)
+        scores[:, np.concatenate(self.counts) > 0] = by_class
         return scores
 
     @property
@@ -106,8 +106,8 @@ def within_classes(
     """Returns means of classes and the scatter about them, in float64."""
     means, scatter = class_means(features, rows), np.zeros((features.shape[1],) * 2)
     for start in range(0, len(rows), inputs.BLOCK_ROWS):
-        some = slice(start, start + inputs.BLOCK_ROWS)
-        deviations = features[some] - means.astype(features.dtype)[rows[some]]
+        block = slice(start, start + inputs.BLOCK_ROWS)
+        deviations = features[block] - means.astype(features.dtype)[rows[block]]
         scatter += deviations.T @ deviations
     return means, scatter
 

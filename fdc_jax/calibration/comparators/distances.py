@@ -44,8 +44,8 @@ class Mahalanobis(Comparator):
 
     Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples" (2018). S is
     the within-class covariance pooled over all tasks: the scatter over the sample count, shrunk to
-    (1 - s) S + s tr(S)/d I with s = 0.001. Without any variance (every class one image) it is the
-    identity.
+    (1 - s) S + s tr(S)/d I with s = 0.001. S is the identity if no class has any
+    variance.
     """
 
     name = "mahalanobis"
@@ -103,8 +103,8 @@ def squared_distances(
 ) -> Float[np.ndarray, "n c"]:
     """Returns |(g - m) F|^2 of all rows g and means m, less the centre of the means."""
     centre = means.mean(axis=0)
-    near, means, factor = map(float32, (features - centre, means - centre, factor))
-    return in_blocks(_whitened, (means, factor), near)
+    centred, means, factor = map(float32, (features - centre, means - centre, factor))
+    return in_blocks(_whitened, (means, factor), centred)
 
 
 def _cosines(rows: Float[Array, "c d"], features: Float[Array, "n d"]) -> Float[Array, "n c"]:

@@ -1,4 +1,4 @@
-"""Comparators that choose the task by logits of the heads; its head predicts the class."""
+"""Comparators that choose the task by logits of the heads; the task's head predicts the class."""
 
 from typing import Any
 
@@ -114,8 +114,8 @@ class WeightAligning(Raw):
     """Largest logit of heads with the same mean row norm; raises InputError if all rows are zero.
 
     Zhao et al., "Maintaining Discrimination and Fairness in Class Incremental Learning" (2020). The
-    rows of task t are multiplied by the mean norm of all earlier aligned rows over n_t, the mean
-    norm of their own, which by induction is n_1 / n_t. Biases stay.
+    rows of task t, of mean norm n_t, are multiplied by the mean norm of all earlier aligned rows
+    over n_t, which by induction is n_1 / n_t. Biases stay.
     """
 
     name = "wa"

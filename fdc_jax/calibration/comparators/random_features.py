@@ -1,8 +1,8 @@
 """Ridge regression on random features: RanPAC and AnaCP.
 
 Random features and their products are float32 in JAX, sums and solves float64 on the host, since a
-Gram matrix of thousands of correlated features has a condition number far beyond float32. It is the
-largest array by far: products are added a tile at a time, and the solve makes one copy.
+Gram matrix of thousands of correlated features has a condition number far beyond float32. This
+matrix is by far the largest array: products are added by tiles, and the solve makes one copy.
 """
 
 from functools import cached_property, lru_cache
@@ -32,11 +32,11 @@ class RanPAC(Comparator):
     McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning"
     (2023). G += h'h and Q += h'Y over tasks; W = (G + lambda I)^-1 Q. Lambda is the one of 10^-8 ..
     10^8 with the least squared error on the last 20 % of the last task's samples, after a shuffle
-    and a fit to the first 80 %. A task of one sample keeps the lambda before it, at the start 1.
+    and a fit to the first 80 %. A task of one sample keeps the lambda so far, 1 at the start.
 
     Lambda is at least the float32 machine epsilon times the trace of G: with fewer samples than M,
-    rounding turns zero eigenvalues into eigenvalues of that size. Codes that validate in float32
-    meet these errors there and avoid such a lambda.
+    rounding turns zero eigenvalues into eigenvalues of that size. Code that chooses lambda in
+    float32 sees these errors and avoids such a lambda.
 
     Args:
         view: "adapted" or "pretrained".
@@ -98,8 +98,8 @@ class AnaCP(Comparator):
 
     1. Targets: centred class means times S^-1/2; their singular values plus 1; times S^1/2; the
        centre added again; normalised.
-    2. Each of several heads: z = gelu(x A'), A Gaussian D x d; ridge map from z to the target of
-       the sample's class; outputs normalised, then averaged over heads.
+    2. For each of several heads: z = gelu(x A'), A Gaussian D x d; ridge map from z to the target
+       of the sample's class; outputs normalised, then averaged over heads.
     3. Classifier: Gaussian pseudo-features N(m_c, S) per class through step 2, then
        gelu(. B') with B Gaussian D x d and ridge regression to one-hot labels.
 
@@ -132,13 +132,13 @@ class AnaCP(Comparator):
         """Returns class means and counts, and per head the sums of z over each class [m, c]."""
         matrices = self._matrices(features.shape[1])
         wide = unit(features.astype(np.float64))
-        means, of_task = within_classes(wide, rows)
+        means, task_scatter = within_classes(wide, rows)
         (grams, scatter), sums = self.total, []
-        for head, matrix in enumerate(matrices[:-1]):
+        for index, matrix in enumerate(matrices[:-1]):
             hidden = in_blocks(gelu_features, matrix, wide)
-            grams[head] = with_gram(grams[head], hidden)
+            grams[index] = with_gram(grams[index], hidden)
             sums.append(_sums(hidden, _onehot(rows)))
-        self.total = grams, scatter + of_task
+        self.total = grams, scatter + task_scatter
         return means, np.bincount(rows), sums
 
     @cached_property
