@@ -91,7 +91,7 @@ class Run(NamedTuple):
         return results if results["num_tasks"] >= estimate.size(self.config).tasks else {}
 
     @property
-    def other(self) -> str:
+    def conflict(self) -> str:
         """Fields whose values differ in the run that the folder holds, as text, or ""."""
         fields = configuration.flatten(self.config) | {"seed": [self.seed]}
         if not self.config.train.epochs:  # The run chooses a number.
@@ -101,7 +101,7 @@ class Run(NamedTuple):
     @property
     def state(self) -> str:
         """State: done, running, begun, to do, or other if the folder holds another run."""
-        if self.other:
+        if self.conflict:
             return "other"
         if self.results:
             return "done"
@@ -169,7 +169,7 @@ def _find_data(benchmark: str, data: str) -> dict[str, str]:
     for path in paths if benchmark != "digits" else ():
         if benchmark == "cifar100" and path.name == benchmark:
             return {"--config.data.dir": str(folder)}  # prepared by TFDS
-        if _plain(path.name) in map(_plain, (file, benchmark)):
+        if _simplified(path.name) in map(_simplified, (file, benchmark)):
             return {"--config.data.source": str(path)}
     if page:
         text = f"put {file} (archive or folder; size not published) into --data=FOLDER, {page}"
@@ -177,7 +177,7 @@ def _find_data(benchmark: str, data: str) -> dict[str, str]:
     return {}
 
 
-def _plain(name: str) -> str:
+def _simplified(name: str) -> str:
     """Returns a name in lower case, without punctuation and the suffix of an archive."""
     return re.sub(r"[\W_]", "", archive.stem(name).lower())
 
@@ -190,14 +190,14 @@ def measure(runs: Sequence[Run], stop: StopRequest) -> Machines:
     machines = {}
     for kind, configs in kinds.items():
         try:
-            machines[kind] = _apart(estimate.machine, configs, stop=stop)
+            machines[kind] = _in_new_process(estimate.machine, configs, stop=stop)
         except Exception as error:  # The plan is useful without hours.
             stop.poll()
             _log.warning("hours and GiB for %s are unknown: %s", kind[0], errors.line(error))
     return machines
 
 
-def _apart(function: Callable[..., Any], *arguments: Any, stop: StopRequest) -> Any:
+def _in_new_process(function: Callable[..., Any], *arguments: Any, stop: StopRequest) -> Any:
     """Returns the result of a function that runs in a new process, killed if a stop is requested.
 
     The process frees the memory of its devices when it ends. Ctrl-C does not reach the process.
@@ -432,7 +432,7 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     if options.data and not named_path("--data", options.data).is_dir():
         raise InputError(f"--data: expected a folder, found {options.data}")
     runs, missing = plan(options, dict(word.split("=", 1) for word in fields))
-    usable = [run for run in runs if run.benchmark not in missing and not run.other]
+    usable = [run for run in runs if run.benchmark not in missing and not run.conflict]
     todo = [run for run in usable if not run.results]
     machines = measure(runs, stop) if todo or options.dry_run else {}
     if not options.quiet:
@@ -447,8 +447,8 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     for benchmark, text in missing.items():
         _say(f"missing: {paper.benchmark_title(benchmark)}: {text}")
     for run in runs:
-        if run.other and run.benchmark not in missing:
-            failed[run.folder] = 2, f"the folder holds another run: {run.other}"
+        if run.conflict and run.benchmark not in missing:
+            failed[run.folder] = 2, f"the folder holds another run: {run.conflict}"
         if run.folder in failed:
             code, text = failed[run.folder]
             _say(f"failed with code {code}: {run}: {text} ({run.folder})")
@@ -483,13 +483,13 @@ def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None
             continue
         _say(f"{run}: measures the latency of inference", quiet)
         try:
-            _apart(_timed, run.folder, configuration.of_host(run.config), stop=stop)
+            _in_new_process(_measure_run, run.folder, configuration.of_host(run.config), stop=stop)
         except Exception as error:  # Only one table needs the latency.
             stop.poll()
             _say(f"{run}: latency is unknown: {errors.line(error)}")
 
 
-def _timed(folder: Path, host: Mapping[str, Any]) -> None:
+def _measure_run(folder: Path, host: Mapping[str, Any]) -> None:
     from fdc_jax import latency, open_run  # which import JAX
 
     latency.measure_run(open_run(folder, host=host))
