@@ -195,17 +195,17 @@ class Gaussians(Calibrator):
         self.familiarity = familiarity.Familiarity()
 
     def _fit(self, given: inputs.TaskInput) -> None:
-        # Only memory maps stay unread.
+        # Copies arrays of other libraries to the host; memory maps stay unread.
         given = given._replace(views=[inputs.host_array(view, "") for view in given.views])
         widths = [view.shape[1] for view in given.views]
-        if self.view:  # The pretrained encoder is that before each task, too.
+        if self.view:  # The encoder before each task is the pretrained one, too.
             if len(widths) < 2:
                 raise inputs.missing("pretrained features", given.task, self.name)
             given = given._replace(views=given.views[1:], previous=given.views[1])
-        fitted, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
+        fitted, earlier, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         if given.task:
             fitted._compensate(given)
-        held = confidence.held_out(given.rows) & (first + count <= confidence.CLASSES)
+        held = confidence.held_out(given.rows) & (earlier + count <= confidence.CLASSES)
         fits = (fit_classes(view, given.rows, count, held) for view in given.views)
         kept, full = map(list, zip(*fits, strict=True))
         without = copy.copy(fitted)

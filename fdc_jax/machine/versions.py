@@ -23,7 +23,7 @@ def _commit() -> str | None:
         return None
     try:
         command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return completed.stdout.strip() or None

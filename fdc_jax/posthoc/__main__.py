@@ -169,8 +169,8 @@ def _report(
         for seed, file in enumerate(files, 1):
             features, outcomes, refused = _outcomes(file, names, settings)
             sizes = sizes or _sizes(features)
-            if (own := _sizes(features)) != sizes:
-                raise InputError(f"{file}: expected {sizes} as in {files[0]}, found {own}")
+            if (other_sizes := _sizes(features)) != sizes:
+                raise InputError(f"{file}: expected {sizes} as in {files[0]}, found {other_sizes}")
             for method, reason in refused.items():
                 _LOGGER.warning(f"{method}: not applicable: {reason}")
             seeds.write_run(folders[seed - 1], learner, benchmark, seed, file, features, outcomes)

@@ -93,7 +93,7 @@ class FeCAM(Comparator):
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         features = unit(features.astype(np.float64))
         gaussians = [gaussian for task in self.statistics for gaussian in task]
-        return -np.concatenate([squared_distances(features, *own) for own in gaussians], axis=1)
+        return -np.concatenate([squared_distances(features, *fit) for fit in gaussians], axis=1)
 
 
 def squared_distances(
@@ -115,11 +115,11 @@ def _whitened(
     fitted: tuple[Float[Array, "c d"], Float[Array, "d r"]], features: Float[Array, "n d"]
 ) -> Float[Array, "n c"]:
     means, factor = fitted
-    near, rows = products(features, factor.T), products(means, factor.T)
+    whitened, rows = products(features, factor.T), products(means, factor.T)
     if len(rows) == 1:
-        return squared_norm(near - rows)[:, None]
-    squares = squared_norm(near)[:, None] + squared_norm(rows)
-    return jnp.maximum(squares - 2.0 * products(near, rows), 0.0)
+        return squared_norm(whitened - rows)[:, None]
+    squares = squared_norm(whitened)[:, None] + squared_norm(rows)
+    return jnp.maximum(squares - 2.0 * products(whitened, rows), 0.0)
 
 
 def _correlation_factor(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:

@@ -155,9 +155,9 @@ class AnaCP(Comparator):
             maps.append(jnp.asarray(solve_ridge(gram, self.ridge, pulls), jnp.float32))
         random, root = np.random.default_rng([self.seed, 1]), np.linalg.cholesky(covariance)
         outer_gram, sums = np.zeros((self.projections, self.projections)), []
-        together = max(1, BLOCK_ROWS // self.samples_per_class)
-        for first in range(0, len(means), together):
-            rows = np.repeat(np.arange(len(means[first:][:together])), self.samples_per_class)
+        step = max(1, BLOCK_ROWS // self.samples_per_class)  # classes in a block
+        for first in range(0, len(means), step):
+            rows = np.repeat(np.arange(len(means[first:][:step])), self.samples_per_class)
             noise = random.standard_normal((len(rows), width)) @ root.T
             hidden = in_blocks(_pulled, (matrices, maps), means[first:][rows] + noise)
             outer_gram = with_gram(outer_gram, hidden)
