@@ -36,23 +36,23 @@ class Interrupted(RuntimeError):
 
 
 class StopRequest:
-    """A request to stop, to this process or one that runs with it; every loop polls it.
+    """A request to stop this process or all processes of its run; every loop polls it.
 
-    Processes of one run must ask equally often.
+    All processes of a run must poll equally often.
     """
 
     def __init__(self) -> None:
         self.signal = 0  # number of the signal that this process got
-        # Returns the number that all processes act upon, from that of this process.
+        # Returns the signal that all processes act upon, from the signal of this process.
         self.agree: Callable[[int], int] = int
         self._raises = False
 
     def requested(self) -> bool:
-        """Returns True if the run shall stop."""
+        """Returns True if the run must stop."""
         return bool(self.agree(self.signal))
 
     def poll(self) -> None:
-        """Raises `Interrupted` if the run shall stop."""
+        """Raises `Interrupted` if the run must stop."""
         if number := self.agree(self.signal):
             name = signal.Signals(number).name
             raise Interrupted(f"stopped by {name}; the same command resumes")

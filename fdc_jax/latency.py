@@ -148,5 +148,5 @@ def _run(options: argparse.Namespace) -> None:
             parts.append(f"{name} {np.mean(timing['milliseconds']):.1f} ms{added}")
         if not options.quiet:
             batch = f"{measured['images']} images on {measured['device']}"
-            memory = "" if base else "; the memory of a processor is not measured"
+            memory = "" if base else "; memory is measured on accelerators only"
             print(f"{folder}: {', '.join(parts)} for {batch}{memory}")

@@ -258,7 +258,7 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
         hours, gib = map(sum, zip(*estimates, strict=True))
         device = ", ".join({machine.device for machine in machines.values()})
         lines.append(
-            f"left: about {estimate.duration(3600 * hours)} on {device}, by finished runs or a "
+            f"left: about {estimate.duration(3600 * hours)} on {device}, from finished runs or a "
             f"timed training step; {gib:,.1f} GiB, {free:,.0f} GiB are free"
         )
     return "\n".join(lines)

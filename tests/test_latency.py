@@ -59,7 +59,7 @@ def test_the_command_writes_a_file_and_says_that_memory_is_not_measured(
     folder = small_runs.copied(whole, tmp_path / "run")
     monkeypatch.setattr(latency.measure_run, "__defaults__", ((1, 2, 1),))
     assert latency.main([str(folder)]) == 0
-    assert "the memory of a processor is not measured" in capsys.readouterr().out
+    assert "memory is measured on accelerators only" in capsys.readouterr().out
     found = json.loads((folder / "latency.json").read_text())
     assert found["images"] == 60 and list(found["contenders"]) == ["baseline", "single", "dual"]
     assert {each["peak_bytes"] for each in found["contenders"].values()} == {None}

@@ -60,9 +60,7 @@ def notes(group: Group) -> list[str]:
         for section in ("calibration_error", "chance_calibration_error")
     )
     for name in filter(lambda name: METHODS[name].gives_confidence, errors.index):
-        chance = (
-            f"; with so many images {by_chance[name]:.1f} is chance" if name in by_chance else ""
-        )
+        chance = f"; chance alone would cause {by_chance[name]:.1f}" if name in by_chance else ""
         lines.append(
             f"Stated confidence and accuracy of {METHODS[name].title} differ by "
             f"{errors[name]:.1f} points on average{chance}."

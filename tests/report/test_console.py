@@ -63,7 +63,7 @@ def test_notes_are_means_over_seeds(capsys):
     assert f"{sentence}." in rest
     for run, chance in zip(members, (0.4, 0.6), strict=True):
         run.results["chance_calibration_error"] = {"gaussians": chance}
-    assert f"{sentence}; with so many images 0.5 is chance." in shown(capsys, *members)[2]
+    assert f"{sentence}; chance alone would cause 0.5." in shown(capsys, *members)[2]
 
 
 def test_raw_logits_may_be_the_best(capsys):
