@@ -20,7 +20,7 @@ from fdc_jax.calibration import FDC, METHODS, Scores
 from fdc_jax.calibration.confidence import of_labels
 from fdc_jax.errors import InputError
 
-_TITLES = {FDC.name: METHODS[FDC.name].title, "oracle": "task given"}  # in lines of text
+TITLES = {FDC.name: METHODS[FDC.name].title, "oracle": "task given"}  # in lines of text
 _CONFIDENCE = 0.95  # of all intervals
 _QUANTILE = float(scipy.special.ndtri(0.5 + _CONFIDENCE / 2))
 
@@ -219,7 +219,7 @@ def predictions(
 def describe(record: dict[str, Any], num_tasks: int) -> str:
     """Returns one line about the accuracies after a task."""
     values, routing = record["accuracy"].items(), record["routing_accuracy"]
-    accuracies = "  ".join(f"{_TITLES.get(name, name)} {value:.2f}" for name, value in values)
+    accuracies = "  ".join(f"{TITLES.get(name, name)} {value:.2f}" for name, value in values)
     calibrated = f" -> {routing[FDC.name]:.2f}" if FDC.name in routing else ""
     done = f"after task {record['task'] + 1}/{num_tasks}"
     return f"{done}: {accuracies}  routing {routing['raw']:.2f}{calibrated} %"

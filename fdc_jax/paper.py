@@ -5,6 +5,7 @@ lets several `fdc paper` share the work. The exit code is that of the first run 
 """
 
 import functools
+import importlib.util
 import itertools
 import logging
 import math
@@ -22,11 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from tabulate import tabulate
 
-from fdc_jax import errors, learners, report
+from fdc_jax import errors, evaluation, learners, report
 from fdc_jax.command import configured
 from fdc_jax.data import archive, benchmarks, cifar100
 from fdc_jax.errors import InputError, StopRequest, counted, did_you_mean
@@ -80,6 +81,11 @@ class Run(NamedTuple):
         return ", ".join(self.titles)
 
     @property
+    def log(self) -> Path:
+        """The file with the output of the run."""
+        return self.folder / "log.txt"
+
+    @property
     def command(self) -> str:
         """The command that repeats the run."""
         return shlex.join(["python", "-m", "fdc_jax", "run", *self.words])
@@ -124,8 +130,12 @@ def plan(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict
         InputError: a name or a field is unknown, or a value is not allowed.
     """
     benchmark_names, learner_names, seeds = (
-        text.split(",") for text in (options.benchmarks, options.learners, options.seeds)
+        list(dict.fromkeys(text.split(",")))
+        for text in (options.benchmarks, options.learners, options.seeds)
     )
+    for field, flag in (("seed", "seeds"), ("learner.name", "learners")):
+        if f"--config.{field}" in overrides:
+            raise InputError(f"--config.{field}: expected --{flag}")
     if not all(map(str.isdecimal, seeds)):
         raise InputError(f"--seeds: expected whole numbers such as 1,2,3, found {options.seeds}")
     recognise = functools.cache(weights.recognise)
@@ -139,7 +149,10 @@ def plan(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict
         except InputError as error:
             data[benchmark], missing[benchmark] = {}, str(error)
     for benchmark, learner in itertools.product(benchmark_names, learner_names):
-        learners.find(learner)
+        try:
+            learners.find(learner)
+        except InputError as error:
+            raise InputError(str(error).replace("config.learner.name", "--learners", 1)) from error
         fields = (data[benchmark] | flags).items()
         config = configured([f"--config={benchmark}:{learner}", *map("=".join, fields)])
         configuration.validate(config)
@@ -242,7 +255,8 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[tuple[float, float]]:
 
 def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines) -> str:
     """Returns the plan as text: a table with a row per run, missing data, and totals."""
-    estimates, states = needs(runs, machines), [run.state for run in runs]
+    estimates = needs(runs, machines)
+    states = ["no data" if run.benchmark in missing else run.state for run in runs]
     rows = [
         (number, *run.titles, state, *(f"{amount:,.2f}".replace("nan", "-") for amount in amounts))
         for number, (run, state, amounts) in enumerate(zip(runs, states, estimates, strict=True), 1)
@@ -250,6 +264,11 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
     columns = ("", "benchmark", "learner", "seed", "state", "hours", "GiB")
     lines = [tabulate(rows, columns, disable_numparse=True), ""]
     lines += [f"missing: {paper.benchmark_title(name)}: {text}" for name, text in missing.items()]
+    lines += [
+        f"other: {run}: {run.conflict} ({run.folder})"
+        for run, state in zip(runs, states, strict=True)
+        if state == "other"
+    ]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     lines.append(f"{counted(len(runs), 'run')}: {counts}")
     if machines:
@@ -260,6 +279,8 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
         lines.append(
             f"left: about {estimate.duration(3600 * hours)} on {device}, from finished runs or a "
             f"timed training step; {gib:,.1f} GiB, {free:,.0f} GiB are free"
+            + "; too few"
+            * (gib > free)
         )
     return "\n".join(lines)
 
@@ -277,54 +298,55 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
             with locked(run.folder / ".lock"):  # fails if a user's own `fdc run` holds it
                 pass
             _say(f"{run}: {run.command}", quiet)
-            path = run.folder / "log.txt"
-            with open(path, "ab") as log, open(path, "rb") as reader:
+            with open(run.log, "ab") as log:
                 log.write(f"+ {run.command}\n".encode())
                 log.flush()
-                reader.seek(0, os.SEEK_END)
-                child = subprocess.Popen(
+                shown = log.tell()
+                # The end of the block closes the standard input, so that the run saves and ends.
+                with subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, "run", *run.words],
                     start_new_session=True,
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                )
-                try:
-                    for line in _lines(child, reader, stop):
-                        if line.startswith("after task"):
-                            _say(f"{run}, {line.rstrip()}", quiet)
-                finally:
-                    child.communicate()  # closes its standard input, so that it saves and ends
-                reader.seek(0)
-                last = reader.read().decode(errors="replace").rstrip().rpartition("\n")[2]
+                ) as child:
+                    while child.poll() is None and not stop.requested():
+                        with suppress(subprocess.TimeoutExpired):
+                            child.wait(0.5)
+                        shown = _show_tasks(run, shown, quiet)
+            _show_tasks(run, shown, quiet)
+            stop.poll()
+            last = run.log.read_text(errors="replace").rstrip().rpartition("\n")[2]
     except InUse:
         return None
     except InputError as error:
         return 2, str(error)
     except OSError as error:
-        return 2, f"cannot write {run.folder / 'log.txt'}: {error.strerror}"
+        return 2, f"cannot write {run.log}: {error.strerror}"
     if child.returncode < 0:
         return 1, f"ended by {signal.Signals(-child.returncode).name}"
     return child.returncode, last
 
 
-def _lines(child: subprocess.Popen[bytes], log: BinaryIO, stop: StopRequest) -> Iterator[str]:
-    """Yields the lines that a process appends to its log; raises if a stop is requested."""
-    position = log.tell()
-    while child.poll() is None:
-        stop.poll()
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(0.5)
-        log.seek(position)
-        while (line := log.readline()).endswith(b"\n"):
-            position += len(line)
-            yield line.decode(errors="replace")
+def _show_tasks(run: Run, start: int, quiet: bool) -> int:
+    """Prints the lines "after task" of a log from a byte on; returns the end of its last line."""
+    if not run.log.exists():
+        return start
+    with open(run.log, "rb") as log:
+        log.seek(start)
+        lines = log.read().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    for line in whole:
+        if line.startswith(b"after task"):
+            _say(f"{run}, {line.decode(errors='replace').rstrip()}", quiet)
+    return start + sum(map(len, whole))
 
 
 def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
     """Returns a line on how a run ended, and the time left if as many runs stay in parallel."""
     accuracy = run.results.get("accuracy", {})
-    text = ", ".join(f"{name} {value:.2f}" for name, value in accuracy.items())
+    titles = evaluation.TITLES
+    text = ", ".join(f"{titles.get(name, name)} {value:.2f}" for name, value in accuracy.items())
     text = f"failed: {outcome[1]}" if outcome[0] else text
     states = [run.state for run in runs]
     left = len(runs) - states.count("done")
@@ -349,12 +371,10 @@ def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) ->
     """Hands all unfinished runs to Ray; yields every run with its outcome when it ends.
 
     Raises:
-        InputError: Ray is not installed, or its cluster has too few GPUs.
+        InputError: Ray does not start, or its cluster has too few GPUs.
     """
-    try:
-        import ray  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise InputError("--ray needs Ray: pip install 'fdc_jax[ray]'") from error
+    import ray  # pyright: ignore[reportMissingImports]
+
     try:
         ray.init(options.ray or None, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray's errors share no base class.
@@ -366,10 +386,15 @@ def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) ->
         )
     remote = ray.remote(_in_worker).options(num_gpus=options.ray_gpus, max_retries=3)
     pending = {remote.remote(run, os.getcwd()): run for run in runs if not run.results}
+    _say(f"Ray has {counted(len(pending), 'run')}; log.txt of a run has its output", options.quiet)
+    shown = {run.folder: run.log.stat().st_size if run.log.exists() else 0 for run in runs}
     try:
         while pending:
             stop.poll()
-            for task in ray.wait([*pending], timeout=1.0)[0]:
+            finished = ray.wait([*pending], timeout=1.0)[0]
+            for run in pending.values():
+                shown[run.folder] = _show_tasks(run, shown[run.folder], options.quiet)
+            for task in finished:
                 run = pending.pop(task)
                 try:
                     outcome = ray.get(task)
@@ -407,14 +432,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = program.add_argument
     add("--data", default="", help="folder with the benchmarks' archives or folders, as PILOT's")
-    add("--workdir", default="runs/paper", help="folder of all runs and of the report")
+    add(
+        "--workdir",
+        default="runs/paper",
+        help="folder of all runs and of the report (default runs/paper)",
+    )
     names, plugged = ",".join(paper.benchmarks()), ",".join(paper.plugged())
     add("--benchmarks", default=names, help="the paper's five, or others such as digits")
     add("--learners", default=f"cumulative_lora,{plugged}", help="the paper's nine, or others")
-    add("--seeds", default="1,2,3", help="training seeds")
+    add("--seeds", default="1,2,3", help="training seeds (default 1,2,3)")
     add("--dry_run", action="store_true", help="print the plan and end")
     add("--ray", nargs="?", const="", metavar="ADDRESS", help="hand the runs to Ray")
-    add("--ray_gpus", type=float, default=1.0, help="GPUs of a run that Ray starts")
+    add("--ray_gpus", type=float, default=1.0, help="GPUs of a run that Ray starts (default 1)")
     fields = [word for word in argv if word.startswith("--config.")]
     rest = [word for word in argv if not word.startswith("--config.")]
     with errors.stop_on_signals(
@@ -426,6 +455,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     """Plans, runs and reports; returns the code of the first run that failed, or 0."""
     check_writable_folder("--workdir", options.workdir)
+    if options.ray is not None and importlib.util.find_spec("ray") is None:
+        raise InputError("--ray needs Ray: pip install 'fdc_jax[ray]'")
     errors.refuse_repeated(fields)
     if bare := [word for word in fields if "=" not in word]:
         raise InputError(f"expected {bare[0]}=VALUE")
@@ -443,7 +474,8 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     runner = work if options.ray is None else work_with_ray
     for run, outcome in runner(usable, options, stop) if todo else ():
         failed |= {run.folder: outcome} if outcome[0] else {}
-        _say(_ending(run, outcome, runs, machines), options.quiet)
+        possible = [run for run in usable if run.folder not in failed]
+        _say(_ending(run, outcome, possible, machines), options.quiet)
     for benchmark, text in missing.items():
         _say(f"missing: {paper.benchmark_title(benchmark)}: {text}")
     for run in runs:

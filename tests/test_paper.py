@@ -12,6 +12,7 @@ import pytest
 
 from fdc_jax import paper
 from fdc_jax.data import benchmarks
+from fdc_jax.errors import Interrupted
 from tests import small_runs
 
 SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
@@ -95,7 +96,9 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
     ("words", "message"),
     [
         (["--benchmarks=digit"], "--benchmarks: expected one of .* did you mean digits"),
-        (["--learners=sdlora"], "learner.name: .*sd_lora"),
+        (["--learners=sdlora"], "fdc_jax.paper: --learners: .*sd_lora"),
+        (["--config.seed=1"], "--config.seed: expected --seeds"),
+        (["--config.precision=half"], "config.precision: expected .* found 'half'"),
         (["--config.seed=1", "--config.seed=2"], "--config.seed is given twice"),
         (["--data=nowhere"], "--data: expected a folder, found nowhere"),
         (["--seeds=one"], "--seeds: expected whole numbers such as 1,2,3, found one"),
@@ -147,6 +150,17 @@ def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
     run = paper.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
     line = f"cannot write {log}: No space left on device"
     assert paper.attempt(run, paper.StopRequest()) == (2, line)
+
+
+def test_lines_that_a_run_writes_while_it_stops_are_shown_once(tmp_path, monkeypatch, capsys):
+    program = "import sys; sys.stdin.read(); print('after task 1/2: raw 1.00'); print('saved')"
+    monkeypatch.setattr(paper, "_PROGRAM", program)
+    run = paper.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
+    stop = paper.StopRequest()
+    stop.signal = signal.SIGTERM
+    with pytest.raises(Interrupted):
+        paper.attempt(run, stop, quiet=False)
+    assert capsys.readouterr().err.count("seed 1, after task 1/2: raw 1.00\n") == 1
 
 
 @pytest.mark.ci
@@ -211,3 +225,4 @@ def test_ray_repeats_the_run_of_a_worker_that_dies(tmp_path, cache):
         small_runs.results(folder)
         small_runs.nothing_done_twice(folder)
     assert "0 runs left" in errors
+    assert errors.count("after task 2/2") == 2

@@ -54,7 +54,9 @@ class Classes(NamedTuple):
     number: int = 0  # of images with a wrong answer
     unlike: Sequence[Shown] = ()  # at most `UNLIKE` images unlike anything learned
     num_unlike: int = 0
-    missing: str = "Pictures are in the report of each run alone."  # reason for no pictures
+    missing: str = (
+        "Wrong pictures are in a report of one configuration alone."  # reason for no pictures
+    )
 
 
 def load(group: Group) -> Classes | None:

@@ -14,6 +14,7 @@ from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, escaped, line, nearest, origin
 from fdc_jax.machine.files import named_path, open_regular
+from fdc_jax.model import vit
 from fdc_jax.run import base, loggers
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -45,9 +46,12 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("encoder.image_size", "encoder.heads"), "[0, 4096]"),
     **dict.fromkeys(("train.increment_learning_rate", "train.head_learning_rate"), "(0, inf)"),
     "class_order_seed": "[-1, 4294967295]",
+    "data.input_range": (*vit.INPUT_RANGES, "model"),
     "data.test_share": "[0, 1)",
+    "encoder.attention": vit.ATTENTIONS,
     "evaluation.batch_size": "[1, 65536]",
     "learner.preset": ("protocol", "native"),
+    "precision": tuple(vit.PRECISIONS),
     "train.rank": "[1, 8192]",
     "train.schedule": ("constant", "cosine", "quarter_cosine"),
 }
