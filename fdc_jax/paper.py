@@ -276,11 +276,10 @@ def describe(runs: Sequence[Run], missing: Mapping[str, str], machines: Machines
         free = shutil.disk_usage(existing).free / 2**30
         hours, gib = map(sum, zip(*estimates, strict=True))
         device = ", ".join({machine.device for machine in machines.values()})
+        warning = "; too few" * (gib > free)
         lines.append(
             f"left: about {estimate.duration(3600 * hours)} on {device}, from finished runs or a "
-            f"timed training step; {gib:,.1f} GiB, {free:,.0f} GiB are free"
-            + "; too few"
-            * (gib > free)
+            f"timed training step; {gib:,.1f} GiB, {free:,.0f} GiB are free{warning}"
         )
     return "\n".join(lines)
 
@@ -302,18 +301,20 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
                 log.write(f"+ {run.command}\n".encode())
                 log.flush()
                 shown = log.tell()
-                # The end of the block closes the standard input, so that the run saves and ends.
-                with subprocess.Popen(
+                child = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, "run", *run.words],
                     start_new_session=True,
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                ) as child:
+                )
+                try:
                     while child.poll() is None and not stop.requested():
                         with suppress(subprocess.TimeoutExpired):
                             child.wait(0.5)
                         shown = _show_tasks(run, shown, quiet)
+                finally:
+                    child.communicate()  # closes its standard input, so that it saves and ends
             _show_tasks(run, shown, quiet)
             stop.poll()
             last = run.log.read_text(errors="replace").rstrip().rpartition("\n")[2]
@@ -361,10 +362,14 @@ def work(runs: Sequence[Run], options: Namespace, stop: StopRequest) -> Ended:
     tried: set[Path] = set()
     # Every search starts at the first run, as a process that worked on one may have died.
     while free := [r for r in runs if r.folder not in tried and r.state in ("begun", "to do")]:
-        stop.poll()
-        if outcome := attempt(free[0], stop, options.quiet):
-            tried.add(free[0].folder)
-            yield free[0], outcome
+        for run in free:
+            stop.poll()
+            if outcome := attempt(run, stop, options.quiet):
+                tried.add(run.folder)
+                yield run, outcome
+                break
+        else:
+            time.sleep(1)  # Other processes hold all runs that are free.
 
 
 def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) -> Ended:
@@ -432,11 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = program.add_argument
     add("--data", default="", help="folder with the benchmarks' archives or folders, as PILOT's")
-    add(
-        "--workdir",
-        default="runs/paper",
-        help="folder of all runs and of the report (default runs/paper)",
-    )
+    add("--workdir", default="runs/paper", help="folder of runs and report (default runs/paper)")
     names, plugged = ",".join(paper.benchmarks()), ",".join(paper.plugged())
     add("--benchmarks", default=names, help="the paper's five, or others such as digits")
     add("--learners", default=f"cumulative_lora,{plugged}", help="the paper's nine, or others")
