@@ -73,5 +73,5 @@ def test_it_is_downloaded_at_the_first_start(tmp_path, pixels, served, monkeypat
     assert served.requests == asked
     monkeypatch.setattr(cifar100, "SHA256", "0" * 64)
     address = served.address
-    with pytest.raises(InputError, match=f"cannot download {address}.* the folder --data of fdc paper$"):
+    with pytest.raises(InputError, match=f"cannot download {address}.* --data of fdc paper$"):
         opened("b")
