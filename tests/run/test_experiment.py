@@ -122,6 +122,7 @@ def test_the_steps_of_every_task_are_taken_once(whole):
         assert min(timing[f"{name}_seconds"].values()) > 0
 
 
+@pytest.mark.ci
 def test_without_their_calibrators_tasks_are_learned_again(whole, half, cache, tmp_path, caplog):
     shutil.rmtree(small_runs.copied(half, tmp_path / "run") / "calibrators")
     run(config(cache), tmp_path / "run")

@@ -182,6 +182,7 @@ class Shows(Learner):
 """
 
 
+@pytest.mark.ci
 def test_five_frames_lead_from_the_command_to_the_loop_over_tasks(tmp_path, cache):
     (tmp_path / "shows.py").write_text(SHOWS)
     config = f"--config={small_runs.REPOSITORY / 'configs' / 'digits.py'}:shows"

@@ -80,6 +80,7 @@ def test_what_is_no_run_or_another_one_is_refused(whole, tmp_path):
         fdc_jax.open_run(copy).test_images(np.arange(2))
 
 
+@pytest.mark.ci
 def test_weights_of_own_runs_are_found_by_their_checksum_while_they_are_there(cache, tmp_path):
     weights, folder = small_runs.other_weights(tmp_path), tmp_path / "run"
     fields = small_runs.config(cache, encoder__weights=str(weights), num_tasks=1, train__epochs=1)
