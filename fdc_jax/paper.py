@@ -149,10 +149,7 @@ def plan(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict
         except InputError as error:
             data[benchmark], missing[benchmark] = {}, str(error)
     for benchmark, learner in itertools.product(benchmark_names, learner_names):
-        try:
-            learners.find(learner)
-        except InputError as error:
-            raise InputError(str(error).replace("config.learner.name", "--learners", 1)) from error
+        learners.find(learner, "--learners")
         fields = (data[benchmark] | flags).items()
         config = configured([f"--config={benchmark}:{learner}", *map("=".join, fields)])
         configuration.validate(config)
@@ -390,9 +387,9 @@ def work_with_ray(runs: Sequence[Run], options: Namespace, stop: StopRequest) ->
             f"--ray_gpus: expected at most {gpus:g}, which Ray has, found {options.ray_gpus:g}"
         )
     remote = ray.remote(_in_worker).options(num_gpus=options.ray_gpus, max_retries=3)
+    shown = {run.folder: _show_tasks(run, 0, quiet=True) for run in runs}
     pending = {remote.remote(run, os.getcwd()): run for run in runs if not run.results}
     _say(f"Ray has {counted(len(pending), 'run')}; log.txt of a run has its output", options.quiet)
-    shown = {run.folder: run.log.stat().st_size if run.log.exists() else 0 for run in runs}
     try:
         while pending:
             stop.poll()

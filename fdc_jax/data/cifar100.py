@@ -34,8 +34,8 @@ def download(cache: Path, quiet: bool) -> Path:
         path = pooch.retrieve(URL, f"sha256:{SHA256}", ARCHIVE_NAME, cache, downloader=downloader)
     except Exception as error:  # Network, disk and checksum raise many types.
         raise InputError(
-            f"cannot download {URL} ({type(error).__name__}); get the file elsewhere and name it by "
-            "--config.data.source=FILE, or put it into the folder --data of fdc paper"
+            f"cannot download {URL} ({type(error).__name__}); get the file elsewhere and name it "
+            "by --config.data.source=FILE, or put it into the folder --data of fdc paper"
         ) from error
     return Path(path)
 

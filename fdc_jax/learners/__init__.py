@@ -45,16 +45,18 @@ def _defined_in(module: types.ModuleType) -> type[Learner] | None:
     return defined[-1] if defined and defined[-1] is not Learner else None
 
 
-def find(name: str) -> type[Learner]:
+def find(name: str, field: str = "config.learner.name") -> type[Learner]:
     """Returns the class of a learner, by its name or the dotted name of an outside module.
+
+    Errors begin with `field`, which named the learner.
 
     Raises:
         InputError: the learner does not exist, or its file has an error.
     """
-    return _packaged().get(name.removeprefix(f"{__name__}.")) or _import(name)
+    return _packaged().get(name.removeprefix(f"{__name__}.")) or _import(name, field)
 
 
-def _import(name: str) -> type[Learner]:
+def _import(name: str, field: str) -> type[Learner]:
     """Returns the learner of a module outside the package."""
     try:
         module = importlib.import_module(name)
@@ -63,11 +65,11 @@ def _import(name: str) -> type[Learner]:
     except Exception as error:
         if isinstance(error, ImportError | ValueError) and getattr(error, "name", name) == name:
             raise InputError(
-                f"config.learner.name: expected one of {', '.join(names())} or an importable "
-                f"module, found {name!r} ({error}){nearest(name, names())}"
+                f"{field}: expected one of {', '.join(names())} or an importable module, "
+                f"found {name!r} ({error}){nearest(name, names())}"
             ) from error
-        raise InputError(f"config.learner.name: {name}: {origin(error)}") from error
-    learner, field = _defined_in(module), f"config.learner.name: {name}:"
+        raise InputError(f"{field}: {name}: {origin(error)}") from error
+    learner, field = _defined_in(module), f"{field}: {name}:"
     if learner is None:
         raise InputError(f"{field} expected a class derived from Learner, found none")
     if section(name) in (*names(), "name", "preset"):

@@ -44,8 +44,8 @@ class Mahalanobis(Comparator):
 
     Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples" (2018). S is
     the within-class covariance pooled over all tasks: the scatter over the sample count, shrunk to
-    (1 - s) S + s tr(S)/d I with s = 0.001. S is the identity if no class has any
-    variance.
+    (1 - s) S + s tr(S)/d I with s = 0.001. S is the identity if no
+    class has any variance.
     """
 
     name = "mahalanobis"
