@@ -42,7 +42,7 @@ def main() -> None:
             app.run(functools.partial(command.main, stop), flags_parser=command.parse)
     elif name in PROGRAMS:
         sys.path.append("")  # where a learner of the user's own may lie
-        module = f"{name}.__main__" if name in ("report", "posthoc") else name
+        module = f"{name}.command" if name in ("report", "posthoc") else name
         sys.exit(importlib.import_module(f"fdc_jax.{module}").main())
     elif name == "--version":
         print(fdc_jax.__version__)

@@ -232,7 +232,7 @@ def test_the_help_of_every_command_has_an_example(capsys):
     for name in programs.PROGRAMS.keys() - {"run"}:
         module = importlib.import_module(f"fdc_jax.{name}")
         if hasattr(module, "__path__"):
-            module = importlib.import_module(f"fdc_jax.{name}.__main__")
+            module = importlib.import_module(f"fdc_jax.{name}.command")
         with pytest.raises(SystemExit, match="0"):
             module.main(["--help"])
         assert f"example: python -m fdc_jax {name} " in capsys.readouterr().out

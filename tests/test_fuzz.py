@@ -32,7 +32,7 @@ from fdc_jax.features import feature_files
 from fdc_jax.machine import files
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.model import weights
-from fdc_jax.posthoc import __main__ as posthoc
+from fdc_jax.posthoc import command as posthoc
 from fdc_jax.run import setup as setups
 from tests import small_runs
 from tests.features.test_feature_files import example

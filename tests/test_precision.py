@@ -9,7 +9,7 @@ import pytest
 
 import fdc_jax
 from fdc_jax import export
-from fdc_jax.posthoc.__main__ import main
+from fdc_jax.posthoc.command import main
 from tests import small_runs
 from tests.learners import toy
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fdc_jax import command, export, learners, predict
-from fdc_jax.posthoc import __main__ as posthoc
-from fdc_jax.report import __main__ as report
+from fdc_jax.posthoc import command as posthoc
+from fdc_jax.report import command as report
 from fdc_jax.report import reference
 from fdc_jax.run import configuration
 from tests import small_runs

@@ -14,7 +14,7 @@ import pytest
 from fdc_jax import calibration
 from fdc_jax.calibration import METHODS
 from fdc_jax.features import feature_files
-from fdc_jax.posthoc.__main__ import main
+from fdc_jax.posthoc.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "fdc_jax" / "assets" / "example_features.npz"
@@ -138,7 +138,7 @@ def test_all_methods_in_one_table(source, tmp_path):
 
 def test_methods_that_do_not_apply_say_why(tmp_path, arrays, monkeypatch):
     few = {name: METHODS[name] for name in ("raw", "fdc", "wa", "vim", "ncm-pretrained")}
-    monkeypatch.setattr("fdc_jax.posthoc.__main__.METHODS", few)
+    monkeypatch.setattr("fdc_jax.posthoc.command.METHODS", few)
     one_view = {k: v for k, v in arrays.items() if "pretrained" not in k and "bias" not in k}
     path = tmp_path / "cosine.npz"
     np.savez(path, **one_view | {"head_kind": "cosine"})
@@ -320,7 +320,7 @@ for sys.argv[1:] in (["posthoc", *sys.argv[1:]], ["posthoc", "absent.npz"]):
 
 def test_decompositions_have_one_thread_as_in_a_run():
     """With several, eigenvectors differ in their last digits."""
-    script = "from fdc_jax.posthoc import __main__\nfrom threadpoolctl import threadpool_info\n"
+    script = "from fdc_jax.posthoc import command\nfrom threadpoolctl import threadpool_info\n"
     script += "print({it['num_threads'] for it in threadpool_info() if it['user_api'] == 'blas'})"
     environment = {name: of for name, of in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
     words = [sys.executable, "-c", script]

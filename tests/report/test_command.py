@@ -2,7 +2,7 @@
 
 import pytest
 
-from fdc_jax.report import __main__, classes, pictures, runs, tables
+from fdc_jax.report import classes, command, pictures, runs, tables
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -28,7 +28,7 @@ def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkey
 
     monkeypatch.setattr(runs, "analyse", analyse)
     given = [str(each) for each in sorted(folder.iterdir())]
-    assert __main__.main([*given, f"--output={output}", "--sweep=neighbours"]) == 0
+    assert command.main([*given, f"--output={output}", "--sweep=neighbours"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"2 runs in 1 group: {output / 'report.html'}\n"
     skipped, missing = printed.err.splitlines()
@@ -54,7 +54,7 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, no_figures):
     (tmp_path / "other code.csv").write_text(rows)
     given = [str(folder / "a"), str(folder / "notes"), f"--output={tmp_path / 'o'}", "--quiet"]
     given += [f"--reference={tmp_path / 'other code.csv'}"]
-    assert __main__.main(given) == 0
+    assert command.main(given) == 0
     assert capsys.readouterr() == ("", "")
     assert ",,50,,14.4" in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
 
@@ -81,7 +81,7 @@ def test_an_error_is_one_line_and_comes_before_any_work(
     header = "benchmark,learner,quantity,value\ndigits,loda,raw,"
     (folder / "bad.csv").write_text(header + "much")
     (folder / "other.csv").write_text(header + "50")
-    assert __main__.main([*arguments, "--quiet"]) == 2
+    assert command.main([*arguments, "--quiet"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("fdc_jax.report: ") and message in printed.err

@@ -9,7 +9,7 @@ import fdc_jax
 from fdc_jax.data.batches import ByteCache, evaluation_images
 from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.features import feature_files
-from fdc_jax.posthoc import __main__ as posthoc
+from fdc_jax.posthoc import command as posthoc
 from tests import small_runs
 from tests.model import encoders
 from tests.small_runs import config, events, predictions, results, run, same_outcome, stopped

@@ -13,7 +13,7 @@ import pytest
 
 from fdc_jax import command, evaluation
 from fdc_jax.errors import InputError
-from fdc_jax.posthoc import __main__ as posthoc
+from fdc_jax.posthoc import command as posthoc
 from fdc_jax.run import seeds
 from tests import small_runs
 from tests.small_runs import finish, predictions, results, start
