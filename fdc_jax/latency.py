@@ -9,13 +9,13 @@ the heads. The report reads the result, `latency.json` in the work directory.
 
 import argparse
 import copy
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 import fdc_jax
@@ -48,7 +48,7 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
     """Returns a compiled function from features by view to FDC's labels (lines 16 to 20)."""
     copied = copy.deepcopy(calibrator)
     if views == 1:  # without the statistics of the pretrained view in memory
-        copied.settings = dataclasses.replace(copied.settings, pretrained_view_weight=0.0)
+        copied.settings = msgspec.structs.replace(copied.settings, pretrained_view_weight=0.0)
         copied.tasks = [task._replace(views=task.views[:1]) for task in copied.tasks]
         copied.references, copied.widths = copied.references[:1], copied.widths[:1]
     terms = copied.terms(*(np.zeros((1, width), np.float32) for width in copied.widths))

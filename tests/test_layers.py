@@ -19,7 +19,7 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 23_100,
+    "calibration": 23_250,
     "data": 11_100,
     "features": 3_100,
     "learners": 19_400,

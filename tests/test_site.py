@@ -1,6 +1,5 @@
 """The site of docs/: navigation, notation, notebooks; that it builds, and loads nothing else."""
 
-import dataclasses
 import importlib
 import json
 import os
@@ -69,9 +68,9 @@ def test_names_of_the_notation_exist(name):
 
 
 def test_the_notation_has_every_setting_of_the_paper():
-    for field in dataclasses.fields(calibration.Settings):
-        assert f"calibration.statistics.Settings.{field.name}" in NOTATION
-        assert f"config.fdc.{field.name}" in NOTATION
+    for name in calibration.Settings.__struct_fields__:
+        assert f"calibration.fdc.Settings.{name}" in NOTATION
+        assert f"config.fdc.{name}" in NOTATION
 
 
 # Notebooks ---------------------------------------------------------------------------------------

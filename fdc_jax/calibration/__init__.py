@@ -5,7 +5,6 @@ All have the interface of `Calibrator`. `make` returns one by its name in `METHO
 reads a file of `Calibrator.save`.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +16,9 @@ from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.comparators import distances, logits, random_features
 from fdc_jax.calibration.confidence import Confidence
 from fdc_jax.calibration.familiarity import Familiarity
-from fdc_jax.calibration.fdc import FDC, Terms
+from fdc_jax.calibration.fdc import FDC, Settings, Terms
 from fdc_jax.calibration.gaussians import Gaussians, ViewClasses
-from fdc_jax.calibration.statistics import Foreign, Settings, Task, View
+from fdc_jax.calibration.statistics import Foreign, Task, View
 from fdc_jax.errors import InputError, did_you_mean
 
 __all__ = ["FDC", "METHODS", "Calibrator", "Gaussians", "Method", "Scores", "Settings", "Terms"]
@@ -36,7 +35,7 @@ class Method(NamedTuple):
     gives_confidence: bool = False  # `assess` returns probabilities and typicality
 
 
-_FDC = tuple(field.name for field in dataclasses.fields(Settings))
+_FDC = Settings.__struct_fields__
 _RANDOM = ("projections", "seed")
 
 # In the order of tables; the classes have the formulas.

@@ -11,19 +11,21 @@ in float32, with products of the highest precision; moments are float64 on the h
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jaxtyping import Array, Float, Int
+from msgspec import Meta
 
 from fdc_jax.calibration import compiled, inputs, statistics
 from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.compiled import Blocks, padded_size, squared_norm
-from fdc_jax.calibration.statistics import COMPONENTS, Foreign, PackedTasks, Settings, Task, View
+from fdc_jax.calibration.statistics import COMPONENTS, Foreign, PackedTasks, Task, View
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, products, unit
 
@@ -35,6 +37,54 @@ ENERGY_FLOOR = 1e-12
 VARIANCE_TOLERANCE = 1e-6
 # Tasks at once: two fit into the caches of a CPU; line 7 compiles once for any number of tasks.
 TASKS_AT_ONCE = 2
+
+
+# Settings -----------------------------------------------------------------------------------------
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of FDC; the defaults are the paper's. `checked_settings` makes and checks them."""
+
+    retained_energy: Annotated[
+        float, Meta(gt=0, le=1, description="eta, share of the variance in the task subspace")
+    ] = 0.75
+    attenuation: Annotated[
+        float, Meta(ge=0, le=1, description="gamma, share that TSF removes outside the subspace")
+    ] = 0.5
+    rlc_weight: Annotated[float, Meta(ge=0, le=1e6, description="alpha, weight of RLC")] = 1.0
+    pac_weight: Annotated[float, Meta(ge=0, le=1e6, description="beta, weight of PAC")] = 1.0
+    adapted_view_weight: Annotated[
+        float, Meta(ge=0, le=1e6, description="w_T, weight of the adapted view")
+    ] = 1.0
+    pretrained_view_weight: Annotated[
+        float,
+        Meta(ge=0, le=1e6, description="w_0, weight of the pretrained view; 0 needs no such view"),
+    ] = 1.0
+    neighbours: Annotated[
+        int, Meta(ge=1, le=2**31 - 1, description="K, class prototypes whose cosines PAC averages")
+    ] = 1
+
+    def check_neighbours(self, task: int, counts: Int[np.ndarray, " c"]) -> None:
+        """Raises InputError if a task has fewer classes with samples than there are neighbours."""
+        if (present := int((counts > 0).sum())) < self.neighbours:
+            expected = f"{self.neighbours} neighbours need as many classes with samples"
+            raise InputError(f"{inputs.name_of('labels', task)}: {expected}, found {present}")
+
+
+def checked_settings(values: Mapping[str, Any]) -> Settings:
+    """Returns settings as plain numbers; raises InputError that names the first wrong one."""
+    plain = {
+        name: value.item() if isinstance(value, np.number) else value
+        for name, value in values.items()
+    }
+    try:
+        return msgspec.convert(plain, Settings)
+    except msgspec.ValidationError as error:
+        reason, _, name = str(error).replace("`", "").partition(" - at $.")
+    if name:
+        expected = f"{reason[0].lower()}{reason[1:]}".partition(", got")[0]
+        raise InputError(f"{name}: {expected}, found {values[name]!r}")
+    raise InputError(f"settings of FDC: {reason}")
 
 
 # Statistics of a task (line 6) --------------------------------------------------------------------
@@ -322,7 +372,7 @@ class FDC(Calibrator):
 
     def __init__(self, **settings: Any):
         super().__init__()
-        self.settings = Settings(**settings)
+        self.settings = checked_settings(settings)
         self.tasks: list[Task] = []
         # F^v by view: u_j of every task from the second on, by earlier task j; None if released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []

@@ -1,17 +1,13 @@
-"""Settings of FDC, rows of the paper's ablation, and statistics of tasks as FDC keeps them."""
+"""Rows of the paper's ablation, and statistics of tasks as FDC keeps them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from fdc_jax.calibration import inputs
 from fdc_jax.calibration.compiled import padded_size, stack, to_device
-from fdc_jax.errors import InputError
 from fdc_jax.heads import unit
 
 # Rows of Table current-ablation, then of Table plugin with one view: switches of `Terms.fuse`.
@@ -29,38 +25,6 @@ COMPONENTS = {
     "pac+rlc_adapted_view": {"tsf": False, "pretrained_view": False},
     "pac+rlc_pretrained_view": {"tsf": False, "adapted_view": False},
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of FDC; the defaults are the paper's. Raises InputError if one is out of range."""
-
-    retained_energy: float = 0.75  # eta, share of a task's variance in its subspace, in (0, 1]
-    attenuation: float = 0.5  # gamma, share that TSF removes outside the subspace, in [0, 1]
-    rlc_weight: float = 1.0  # alpha
-    pac_weight: float = 1.0  # beta
-    adapted_view_weight: float = 1.0  # w_T
-    pretrained_view_weight: float = 1.0  # w_0; with 0 no pretrained features are needed to score
-    neighbours: int = 1  # K, class prototypes whose cosines PAC averages
-
-    def __post_init__(self):
-        for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            least, noun = (1, "count") if kind is int else (0, "finite number")
-            real = issubclass(type(value), Real) and not isinstance(value, bool)
-            if not (real and abs(value) < 1e300 and kind(value) == value and value >= least):
-                raise InputError(f"{field.name}: expected a {noun} from {least}, found {value!r}")
-            object.__setattr__(self, field.name, kind(value))
-        if not 0.0 < self.retained_energy <= 1.0:
-            raise InputError(f"retained_energy: expected 0 < x <= 1, found {self.retained_energy}")
-        if self.attenuation > 1.0:
-            raise InputError(f"attenuation: expected 0 <= x <= 1, found {self.attenuation}")
-
-    def check_neighbours(self, task: int, counts: Int[np.ndarray, " c"]) -> None:
-        """Raises InputError if a task has fewer classes with samples than there are neighbours."""
-        if (present := int((counts > 0).sum())) < self.neighbours:
-            expected = f"{self.neighbours} neighbours need as many classes with samples"
-            raise InputError(f"{inputs.name_of('labels', task)}: {expected}, found {present}")
 
 
 class View(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fdc_jax.errors import InputError
@@ -23,8 +24,8 @@ FORMAT = "fdc_jax calibrator, 12"
 def write(path: str | os.PathLike[str], value: Any) -> None:
     """Writes a tree to a file, whole or not at all.
 
-    Nodes are lists, dictionaries, named tuples, dataclasses and objects with `__getstate__`; leaves
-    are NumPy arrays, numbers, texts, truth values and None.
+    Nodes are lists, dictionaries, named tuples, structures, dataclasses and objects with
+    `__getstate__`; leaves are NumPy arrays, numbers, texts, truth values and None.
     """
     parts: dict[str, list[np.ndarray]] = {}
     tree = json.dumps(encode(value, parts))
@@ -79,7 +80,9 @@ def encode(value: Any, parts: dict[str, list[np.ndarray]]) -> Any:
         return {"dict": [[inner(key), inner(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
         return {"tuple": [type(value).__name__, *map(inner, value)]}
-    return {"object": [type(value).__name__, inner(value.__getstate__())]}
+    structure = isinstance(value, msgspec.Struct)
+    state = msgspec.structs.asdict(value) if structure else value.__getstate__()
+    return {"object": [type(value).__name__, inner(state)]}
 
 
 def decode(node: Any, arrays: Mapping[str, np.ndarray], types: Mapping[str, type]) -> Any:
@@ -99,6 +102,8 @@ def decode(node: Any, arrays: Mapping[str, np.ndarray], types: Mapping[str, type
     if kind == "tuple":
         return tuple(map(inner, members)) if name == "tuple" else types[name](*map(inner, members))
     (state,) = map(inner, members)
+    if issubclass(types[name], msgspec.Struct):
+        return msgspec.convert(state, types[name])
     if dataclasses.is_dataclass(types[name]):
         return types[name](**state)
     value: Any = object.__new__(types[name])

@@ -1,7 +1,6 @@
 """The command `fdc posthoc`: calibration of the heads of feature files, and reports about it."""
 
 import argparse
-import dataclasses
 import logging
 import os
 import tempfile
@@ -10,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tabulate import tabulate
 
 from fdc_jax import calibration
@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger("fdc_jax.posthoc")
 # Settings of all methods with their defaults. RanPAC and AnaCP take minutes with their own number
 # of projections.
 _SETTINGS: dict[str, Any] = {
-    **{field.name: field.default for field in dataclasses.fields(calibration.Settings)},
+    **msgspec.structs.asdict(calibration.Settings()),
     "projections": 2000,
 }
 _SWEPT = ("attenuation", "retained_energy", "neighbours")

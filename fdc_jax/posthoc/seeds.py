@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from jaxtyping import Int
 
@@ -68,7 +69,8 @@ def write_run(
         for name, outcome in outcomes.items()
     }
     fdc: Any = outcomes[FDC.name].calibrator if FDC.name in outcomes else None
-    settings = {f"fdc.{name}": value for name, value in vars(fdc.settings).items()} if fdc else {}
+    values = msgspec.structs.asdict(fdc.settings) if fdc else {}
+    settings = {f"fdc.{name}": value for name, value in values.items()}
     fields = {"benchmark": benchmark, "learner.name": learner, **settings}
     metadata = {"weights sha256": "0" * 64, PLANNED: sizes, SOURCE: source.name}
     results |= {

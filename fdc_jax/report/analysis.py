@@ -3,7 +3,6 @@
 The user's cache folder keeps the results.
 """
 
-import dataclasses
 import functools
 import hashlib
 import warnings
@@ -77,8 +76,8 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[st
     Raises:
         InputError: the run has no saved features, or no labels with them.
     """
-    folder, fields = run.folder / "features", dataclasses.fields(Settings)
-    config = {field.name: run.results["config"].get(f"fdc.{field.name}") for field in fields}
+    folder, fields = run.folder / "features", Settings.__struct_fields__
+    config = {name: run.results["config"].get(f"fdc.{name}") for name in fields}
     settings = {name: value for name, value in config.items() if value is not None}
     results = _kept(_diagnosed, folder, settings, (*_OF_EVERY_SEED, *_OF_THE_FIRST * first))
     numbers: dict[str, float] = {}

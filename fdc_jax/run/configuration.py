@@ -187,7 +187,7 @@ def _check_values(config: Config, others: Mapping[str, Any] = MappingProxyType({
         if name not in loggers.KINDS:
             raise InputError(did_you_mean("config.log", name, loggers.KINDS))
     try:
-        calibration.Settings(**config.fdc.to_dict())
+        calibration.make("fdc", **config.fdc.to_dict())
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
 

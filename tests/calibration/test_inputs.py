@@ -175,11 +175,19 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_outside_their_range(setting):
     for value in SETTINGS[setting]:
-        with pytest.raises(InputError, match=f"^{setting}: expected"):
+        with pytest.raises(InputError, match=f"^{setting}: (expected|number out of range)"):
             calibration.make("fdc", **{setting: value})
 
 
+def test_settings_of_numpy_are_plain_numbers():
+    calibrator = calibration.make("fdc", pac_weight=np.float32(0.5), neighbours=np.int64(2))
+    values = calibrator.settings.pac_weight, calibrator.settings.neighbours
+    assert values == (0.5, 2) and [*map(type, values)] == [float, int]
+
+
 def test_unknown_names_and_settings_are_refused():
+    with pytest.raises(InputError, match=r"^settings of FDC: .* unknown field neighbors"):
+        calibration.FDC(neighbors=2)
     with pytest.raises(InputError, match=r"^calibrator: .* did you mean gaussians"):
         calibration.make("gausians")
     for wrong in ({"fdc": {}}, None, ["fdc"]):
