@@ -21,7 +21,7 @@ LAYOUT = {
 LIMITS = {
     "calibration": 23_250,
     "data": 11_100,
-    "features": 3_100,
+    "features": 3_140,
     "learners": 19_400,
     "machine": 6_400,
     "model": 11_000,

@@ -22,14 +22,18 @@ BLOCK_ROWS = 1024
 VIEWS = ("adapted", "pretrained")
 
 
+class NotApplicable(InputError):
+    """A calibrator cannot use input of this kind, which is not damaged."""
+
+
 def name_of(part: str, task: int) -> str:
     """Returns the name of an input of a task, such as "labels", in messages."""
     return f"{part} of task {task} (from 0)"
 
 
-def missing(part: str, task: int, calibrator: str) -> InputError:
+def missing(part: str, task: int, calibrator: str) -> NotApplicable:
     """Returns the error about an input of a task that a calibrator of a name reads."""
-    return InputError(f"{name_of(part, task)}: missing, which {calibrator} reads")
+    return NotApplicable(f"{name_of(part, task)}: missing, which {calibrator} reads")
 
 
 def host_array(value: Any, name: str) -> np.ndarray:

@@ -80,6 +80,24 @@ class FeatureSet(NamedTuple):
         task_of = {int(c): t for t, task in enumerate(self.tasks) for c in task.classes}
         return np.array([task_of[int(label)] for label in self.test_labels])
 
+    def check(self) -> None:
+        """Reads the values of all arrays, also of those that a calibrator does not use.
+
+        Raises:
+            InputError: an array is damaged: text, another width, or a row that is not finite.
+        """
+        widths: list[int] = []
+        for t, task in enumerate(self.tasks):
+            views, _ = inputs.task_views(task.adapted, task.labels, task.pretrained, t, widths)
+            widths = [view.shape[1] for view in views]
+            if task.previous is not None:
+                name = inputs.name_of("previous features", t)
+                inputs.feature_array(task.previous, name, widths[0])
+            for part, head in (("head", task.head), ("final head", task.final_head)):
+                if head is not None:
+                    inputs.checked_head(head, part, t, widths[0], head)
+        inputs.score_views(self.test_adapted, self.test_pretrained, widths, False)
+
     def fit(self, calibrator: Any) -> Any:
         """Fits a new calibrator to all tasks with the final heads, and returns it.
 
@@ -98,7 +116,7 @@ class FeatureSet(NamedTuple):
 
 
 def load(path: str | os.PathLike[str]) -> FeatureSet:
-    """Reads a feature file, an `.npz` or a folder. Calibrators check the values of arrays.
+    """Reads a feature file, an `.npz` or a folder. `FeatureSet.check` checks values of arrays.
 
     Raises:
         InputError: the file is damaged; an array is unknown, missing or superfluous, or has another
@@ -116,7 +134,7 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
 
 @contextlib.contextmanager
 def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raises InputErrors again with the file, and with its arrays instead of arguments."""
+    """Raises InputErrors again, of their type, with the file, and with arrays as arguments."""
 
     def array(match: re.Match[str]) -> str:
         final, part, task, test = match.groups()
@@ -125,7 +143,7 @@ def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"{path}: {_NAME.sub(array, str(error))}") from error
+        raise type(error)(f"{path}: {_NAME.sub(array, str(error))}") from error
 
 
 def _feature_set(arrays: Arrays) -> FeatureSet:

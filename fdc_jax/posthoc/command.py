@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from tabulate import tabulate
 
 from fdc_jax import calibration
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.calibration.gaussians import WITHOUT
+from fdc_jax.calibration.inputs import NotApplicable
 from fdc_jax.errors import InputError, Program, counted, did_you_mean, escaped
 from fdc_jax.features import feature_files
 from fdc_jax.machine import devices
@@ -131,18 +133,20 @@ def _settings(
 def _outcomes(
     file: Path, names: Sequence[str], settings: Mapping[str, Any]
 ) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
-    """Returns a file's features, outcomes by method, and reasons why others do not apply."""
+    """Returns a file's features, outcomes by method, and reasons why others do not apply.
+
+    Raises InputError if an array is damaged, whatever the methods, or if no method applies.
+    """
     features, outcomes, refused = feature_files.load(file), {}, {}
+    with feature_files.errors_of(file):
+        features.check()
     for name in dict.fromkeys(("raw", *names)):
-        needed = [name] == names or (name == "raw" and features.tasks[0].head is not None)
         try:
             with feature_files.errors_of(file):
                 outcomes[name] = methods.run(name, features, settings)
-        except InputError as error:
-            if needed:
-                raise
+        except NotApplicable as error:
             refused[name] = str(error)
-    if not outcomes:
+    if outcomes.keys().isdisjoint(names):
         raise InputError(refused[names[0]])
     return features, outcomes, refused
 
@@ -195,18 +199,20 @@ def _of_one_file(
     if output is not None:
         # Of several methods, the predictions are FDC's, or those of the first that applies.
         applicable = [name for name in (FDC.name, *names) if name in names and name in outcomes]
-        scores = outcomes[applicable[0]].scores
+        method = applicable[0]
+        scores = outcomes[method].scores
         arrays = {"scores": scores.task_scores, "task": scores.task, "label": scores.label}
+        arrays["method"] = np.array(method)
         if "raw" in outcomes:
             arrays["raw_label"] = outcomes["raw"].scores.label
         write_npz(output, arrays)
-        flags = {"settings": settings, "not_applicable": refused}
+        flags = {"settings": settings, "predictions": method, "not_applicable": refused}
         write_json(output.with_suffix(".json"), results | flags)
     if not options.quiet:
         reasons = [f"{name}: not applicable: {reason}" for name, reason in refused.items()]
         print("\n".join(_lines(results, _sizes(features)) + reasons))
         if output is not None:
-            print(f"wrote {output} and {output.with_suffix('.json')}")
+            print(f"wrote {output} (predictions of {method}) and {output.with_suffix('.json')}")
 
 
 def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Path | None:

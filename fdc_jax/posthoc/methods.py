@@ -9,7 +9,7 @@ import numpy as np
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import FDC, Calibrator, Scores
-from fdc_jax.errors import InputError
+from fdc_jax.calibration.inputs import NotApplicable
 from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine.versions import versions
 
@@ -32,7 +32,8 @@ class Outcome(NamedTuple):
 def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome:
     """Returns a method fitted task by task, with scores of all test features by the final heads.
 
-    Settings of other methods are ignored. Raises InputError if the method does not apply.
+    Settings of other methods are ignored. Raises NotApplicable if the method cannot use features of
+    this kind, and InputError if they are damaged.
     """
     calibrator = calibration.make(name, **settings)
     start = time.perf_counter()
@@ -43,7 +44,7 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
     unscored = ~np.isfinite(components["full"].task_scores).any(axis=1)
     if unscored.any():
         row = int(np.argmax(unscored))
-        raise InputError(f"test_adapted: row {row} has no finite score by {name}")
+        raise NotApplicable(f"test_adapted: row {row} has no finite score by {name}")
     return Outcome(name, calibrator, components, fitted - start, scored - fitted)
 
 

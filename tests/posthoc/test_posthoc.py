@@ -83,7 +83,7 @@ def test_predictions_are_the_librarys(source, tmp_path, method):
     inputs = (features.test_adapted, features.test_pretrained)
     scores = features.fit(calibrator).score(*inputs)
     with np.load(output) as result:
-        assert set(result) == {"scores", "task", "label", "raw_label"}
+        assert set(result) == {"scores", "task", "label", "raw_label", "method"}
         np.testing.assert_array_equal(result["scores"], scores.task_scores)
         np.testing.assert_array_equal(result["task"], scores.task)
         np.testing.assert_array_equal(result["label"], scores.label)

@@ -96,7 +96,7 @@ class Comparator(Calibrator):
         checked = super()._head(head, task, width, first)
         if self.needs_linear and not isinstance(head, LinearHead):
             name, kind = inputs.name_of("head", task), type(head).__name__
-            raise InputError(f"{name}: {self.name} needs linear heads, found a {kind}")
+            raise inputs.NotApplicable(f"{name}: {self.name} needs linear heads, found a {kind}")
         return checked
 
 

@@ -9,8 +9,7 @@ from scipy.special import log_softmax, logsumexp, softmax
 from fdc_jax.calibration.calibrator import Scores
 from fdc_jax.calibration.comparators.base import Comparator
 from fdc_jax.calibration.comparators.distances import squared_distances
-from fdc_jax.calibration.inputs import name_of
-from fdc_jax.errors import InputError
+from fdc_jax.calibration.inputs import NotApplicable, name_of
 from fdc_jax.heads import NORM_FLOOR, Head, LinearHead
 
 
@@ -124,7 +123,8 @@ class WeightAligning(Raw):
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         head = super()._head(head, task, width, first)
         if not _mean_norm(head):
-            raise InputError(f"{name_of('head weight', task)}: all rows are zero; wa scales them")
+            name = name_of("head weight", task)
+            raise NotApplicable(f"{name}: all rows are zero; wa scales them")
         return head
 
     def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:

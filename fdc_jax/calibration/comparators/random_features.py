@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
 from fdc_jax.calibration.compiled import in_blocks
-from fdc_jax.calibration.inputs import BLOCK_ROWS
-from fdc_jax.errors import InputError
+from fdc_jax.calibration.inputs import BLOCK_ROWS, NotApplicable
 from fdc_jax.heads import products, unit
 
 _products = jax.jit(products)
@@ -214,13 +213,15 @@ def with_gram(total: np.ndarray | None, hidden: np.ndarray) -> Float[np.ndarray,
 
 
 def _sums(hidden: np.ndarray, onehot: np.ndarray) -> Float[np.ndarray, "m c"]:
-    """Returns h'Y; products of rows are float32, sums float64. Raises InputError beyond float32."""
+    """Returns h'Y; products are float32, sums float64. Raises NotApplicable beyond float32."""
     total = np.zeros((hidden.shape[1], onehot.shape[1]))
     for start in range(0, len(hidden), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
         total += np.asarray(_products(hidden[rows].T, onehot[rows].T))
     if not np.isfinite(total).all():
-        raise InputError("features: their products are too large for float32; scale the features")
+        raise NotApplicable(
+            "features: their products are too large for float32; scale the features"
+        )
     return total
 
 

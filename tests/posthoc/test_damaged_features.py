@@ -1,0 +1,101 @@
+"""Damaged arrays of a feature file: one line and code 2, whatever the methods are."""
+
+import json
+
+import numpy as np
+import pytest
+
+from fdc_jax.posthoc.command import main
+from tests.features.test_feature_files import example, save
+
+
+def complete():
+    """Returns every array of a feature file, of three tasks."""
+    arrays = example(3)
+    rng = np.random.default_rng(1)
+    for task in range(3):
+        arrays[f"head_classes_{task}"] = np.array([10 * task + 1, 10 * task])
+        arrays[f"final_head_weight_{task}"] = rng.normal(size=(2, 4)).astype(np.float32)
+        arrays[f"final_head_bias_{task}"] = rng.normal(size=2).astype(np.float32)
+        if task:
+            arrays[f"train_previous_{task}"] = rng.normal(size=(5, 4)).astype(np.float32)
+    return arrays | {"head_kind": np.array("linear")}
+
+
+def spoiled(array, value):
+    array = np.array(array, np.float64)
+    array.flat[-1] = value
+    return array
+
+
+DAMAGE = {
+    "nan": lambda array: spoiled(array, np.nan),
+    "infinite": lambda array: spoiled(array, -np.inf),
+    "too large": lambda array: spoiled(array, 1e30),
+    "text": lambda array: array.astype(str),
+    "truth values": lambda array: array.astype(bool),
+    "complex": lambda array: array.astype(complex),
+    "bytes": lambda array: array.astype("S8"),
+    "dates": lambda array: array.astype("i8").astype("M8[s]"),
+    "a column less": lambda array: array[:, :-1],
+    "a column more": lambda array: np.hstack([array, array[:, :1]]),
+    "a row less": lambda array: array[:-1],
+    "a row more": lambda array: np.concatenate([array, array[:1]]),
+    "no row": lambda array: array[:0],
+    "one dimension": lambda array: array.ravel(),
+    "three dimensions": lambda array: array[None],
+}
+COLUMNS = {"a column less", "a column more", "one dimension"}
+
+
+METHODS_TRIED = ("fdc,ncm", "ncm-pretrained", "all")
+
+
+def run(capsys, *words):
+    code = main([str(word) for word in words])
+    streams = capsys.readouterr()
+    return code, streams.out, streams.err
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_an_error_whatever_the_method(tmp_path, capsys, kind):
+    accepted, output = [], tmp_path / "o.npz"
+    whole = complete()
+    del whole["head_kind"]
+    names = [name for name, array in whole.items() if array.ndim == 2 or kind not in COLUMNS]
+    for index, name in enumerate(names):
+        path = save(tmp_path / f"{name}.npz", whole | {name: DAMAGE[kind](whole[name])})
+        methods = METHODS_TRIED[index % len(METHODS_TRIED)]
+        code, out, error = run(capsys, path, f"--method={methods}", f"--output={output}")
+        line = error.startswith(f"fdc_jax.posthoc: {path}: ") and error.count("\n") == 1
+        if (code, out) != (2, "") or not line or output.exists():
+            accepted.append((name, methods, code, error))
+    assert not accepted
+
+
+def test_an_unknown_kind_of_head_is_an_error(tmp_path, capsys):
+    for value in (np.nan, np.ones(3), np.array(b"linear"), np.array("Linear")):
+        path = save(tmp_path / "features.npz", complete() | {"head_kind": np.asarray(value)})
+        code, _, error = run(capsys, path, "--method=ncm")
+        assert code == 2 and f"{path}: head_kind: expected one of linear" in error
+
+
+def test_the_output_names_the_method_that_answered(tmp_path, capsys):
+    arrays = {name: array for name, array in complete().items() if "head" not in name}
+    path, output = save(tmp_path / "features.npz", arrays), tmp_path / "o.npz"
+    code, out, error = run(capsys, path, "--method=fdc,ncm", f"--output={output}")
+    assert (code, error) == (0, "")
+    assert f"fdc: not applicable: {path}: head_weight_0: missing, which fdc reads" in out
+    with np.load(output) as result:
+        assert str(result["method"]) == "ncm"
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert report["predictions"] == "ncm"
+    assert set(report["not_applicable"]) == {"raw", "fdc"}
+
+
+def test_no_method_that_applies_is_an_error(tmp_path, capsys):
+    arrays = {name: array for name, array in complete().items() if "bias" not in name}
+    path = save(tmp_path / "features.npz", arrays | {"head_kind": np.array("cosine")})
+    code, out, error = run(capsys, path, "--method=wa,vim")
+    assert (code, out) == (2, "")
+    assert error.endswith("head_weight_0: wa needs linear heads, found a CosineHead\n")
