@@ -21,26 +21,17 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import filelock
 import numpy as np
+import platformdirs
 import safetensors.numpy
 from numpy.typing import ArrayLike
 
 from fdc_jax.errors import InputError, escaped
 
-try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # Windows
-    LOCK_EX = LOCK_NB = 0  # pyright: ignore[reportGeneralTypeIssues]
-
-    def flock(fd: Any, operation: int, /) -> None:
-        """Raises OSError, as a file system without locks does."""
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-
 _log = logging.getLogger(__name__)
-# Flags: do not wait for a FIFO, do not translate line ends of Windows, do not follow a link.
+# Flags: do not wait for a FIFO, do not translate line ends of Windows.
 _OPEN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
@@ -128,10 +119,10 @@ def user_cache() -> Path:
 
     If nothing can be written there, it is a temporary folder, removed when the process ends.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = os.path.expanduser(os.environ.get("FDC_JAX_CACHE") or f"{home}/fdc_jax")
-    # A user of a container may have no home; no folder named ~ is made.
-    folder = Path(path) if path.startswith("~") else private_folder(Path(path))
+    folder = Path("~/.cache/fdc_jax")
+    with contextlib.suppress(RuntimeError):  # of a user without a home, as in a container
+        path = os.environ.get("FDC_JAX_CACHE") or platformdirs.user_cache_dir("fdc_jax", False)
+        folder = private_folder(Path(path).expanduser())
     return folder if os.access(folder, os.W_OK) else Path(_temporary_cache(folder).name)
 
 
@@ -167,53 +158,56 @@ class InUse(InputError):
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[None]:
-    """Holds a lock: a regular file, made if missing, that names the process with the lock.
+    """Holds a lock, a file that is made if missing; a second file names the holder.
 
     The lock ends with the process, even if the process is killed. A file that somebody else has put
-    there keeps its content until the lock is held, and no link is followed. `wait` waits for a
-    process that holds the lock.
+    there keeps its content, and no link is followed. `wait` waits for the process that holds it.
 
     Raises:
         InUse: another process holds the lock.
-        InputError: the path is a link, or no regular file.
+        InputError: the path is a link or a folder, or cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN | _NO_LINK, 0o666)
+        lock.acquire(blocking=False)
+    except filelock.Timeout as error:
+        if not wait:
+            raise InUse(path.parent, _name_of_holder(path)) from error
+        _log.warning("waiting for another process that holds %s", path)
+        lock.acquire()
     except OSError as error:
-        reason = "a link" if error.errno == errno.ELOOP else error.strerror
-        raise InputError(f"{path}: expected a lock, found {reason}") from error
-    with open(descriptor, "r+b", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise InputError(f"{path}: expected a lock, found another kind of file")
-        try:
-            flock(file, LOCK_EX | LOCK_NB)
-        except BlockingIOError as error:
-            if not wait:
-                holder = escaped(file.read(200).decode("ascii", "replace").strip())
-                raise InUse(path.parent, holder or "another process") from error
-            _log.warning("waiting for another process that holds %s", path)
-            flock(file, LOCK_EX)
-        except OSError:
-            _log.warning("%s: the file system has no locks; run one process at a time there", path)
-            yield
-            return
-        file.truncate(0)
-        try:
-            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror}") from error
-        try:
-            yield
-        finally:
-            file.truncate(0)
+        if error.errno != errno.ENOLCK:
+            reason = "a link" if error.errno == errno.ELOOP else error.strerror
+            raise InputError(f"{path}: expected a lock, found {reason}") from error
+        _log.warning("%s: the file system has no locks; run one process at a time there", path)
+        yield
+        return
+    name = _name_file(path)
+    try:
+        write_text(name, f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        name.unlink(missing_ok=True)
+        lock.release()
+
+
+def _name_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.holder")
+
+
+def _name_of_holder(path: Path) -> str:
+    try:
+        with open_regular(_name_file(path)) as file:
+            return escaped(file.read(200).decode("ascii", "replace"))
+    except (OSError, InputError):
+        return "another process"
 
 
 def holder(path: Path) -> str:
     """Returns the process that holds a lock, such as `process 7 on host`; "" if none does."""
     try:
-        if path.exists() and path.stat().st_size:  # A holder writes its name there.
+        if _name_file(path).exists():
             with locked(path):
                 pass
     except InUse as error:
