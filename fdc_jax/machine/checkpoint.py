@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from fdc_jax.errors import InputError, line
 from fdc_jax.machine import devices, processes
-from fdc_jax.machine.files import MANIFEST, check_manifest, sha256, write_manifest
+from fdc_jax.machine.files import Damaged, check_manifest, write_manifest
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +27,15 @@ _log = logging.getLogger(__name__)
 # that matter are raised.
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).addFilter(lambda record: record.levelno >= logging.CRITICAL)
+
+
+class _Step(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A temporary folder whose manifest is written before it gets its final name."""
+
+    async def finalize(self) -> None:
+        if self.get_final().name.isdigit():  # a checkpoint, and not an item within it
+            write_manifest(Path(self.get()))
+        os.replace(self.get(), self.get_final())
 
 
 class Checkpoints:
@@ -45,19 +54,16 @@ class Checkpoints:
         if self._read_only and not self._folder.is_dir():
             raise InputError(f"{self._folder}: expected a checkpoint of the run, found no folder")
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Orbax does not open the folder if a value in one of these files is damaged.
-        for path in self._folder.glob("[0-9]*/_CHECKPOINT_METADATA"):
-            manifest = path.with_name(MANIFEST)
-            if manifest.exists() and sha256(path) not in manifest.read_text(errors="replace"):
-                self._move_aside(int(path.parent.name), "its metadata are damaged")
         first_alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=False,
             cleanup_tmp_directories=not self._read_only,
             create=False,
+            lightweight_initialize=True,  # does not read metadata, which may be damaged
             read_only=self._read_only,
             multiprocessing_options=first_alone,
+            temporary_path_class=_Step,
         )
         try:
             self._manager = ocp.CheckpointManager(self._folder, options=options)
@@ -89,34 +95,35 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             text = f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
             raise InputError(text) from error
-        # Readers check it, since Orbax itself does not notice most flipped bits.
-        write_manifest(self._folder / str(number))
 
     def newest(
         self, target: Callable[[dict[str, Any]], Any]
     ) -> Iterator[tuple[int, dict[str, Any], Any]]:
         """Yields number, cursor and tree of every usable checkpoint, newest first.
 
-        A damaged checkpoint is set aside, with a warning. `target` maps a cursor to a tree of the
-        wanted structure, shapes and types, or raises InputError if the cursor is damaged. If the
-        tree has a JAX array, the leaf gets its placement; other leaves are arrays of the host.
+        A checkpoint whose bytes are not those of its manifest is set aside, with a warning.
+        `target` maps a cursor to a tree of the wanted structure, shapes and types. If the tree has
+        a JAX array, the leaf gets its placement; other leaves are arrays of the host.
+
+        Raises:
+            InputError: a checkpoint cannot be read, although its bytes may be right; or `target`
+                raises it.
         """
         for number in self._numbers():
-            if (cursor := self._cursor(number)) is None:
+            cursor = self._cursor(number)
+            if cursor is None:
                 continue
             try:
                 wanted = target(cursor)
             except InputError as error:
-                self.set_aside(number, f"cursor: {error}")
-                continue
+                raise InputError(f"{self._folder / str(number)}: cursor: {error}") from error
             leaves, structure = jax.tree.flatten(wanted)
             arrays = processes.from_first(lambda n=number, w=wanted: self._leaves(n, w))
-            if arrays is not None:
-                placed = [
-                    devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
-                    for leaf, array in zip(leaves, arrays.values(), strict=True)
-                ]
-                yield number, cursor, jax.tree.unflatten(structure, placed)
+            placed = [
+                devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
+                for leaf, array in zip(leaves, (arrays or {}).values(), strict=True)
+            ]
+            yield number, cursor, jax.tree.unflatten(structure, placed)
 
     @processes.on_first
     def _numbers(self) -> list[int]:
@@ -124,27 +131,32 @@ class Checkpoints:
 
     @processes.on_first
     def _cursor(self, number: int) -> dict[str, Any] | None:
-        folder = self._folder / str(number)
-        # A process may have been killed between the checkpoint and its manifest.
-        if (folder / MANIFEST).exists():
-            try:
-                check_manifest(folder, "")
-            except InputError:
-                return self._move_aside(number, "its files are damaged")
+        try:
+            check_manifest(self._folder / str(number), "")
+        except Damaged:
+            return self._move_aside(number, "its files are damaged")
         return self._read(number, "cursor", ocp.args.JsonRestore())
 
-    def _leaves(self, number: int, target: Any) -> dict[str, np.ndarray] | None:
+    def _leaves(self, number: int, target: Any) -> dict[str, np.ndarray]:
         abstract = jax.tree.map(  # takes no memory
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target
         )
         tree = self._read(number, "tree", ocp.args.StandardRestore(abstract))
-        return None if tree is None else {str(i): a for i, a in enumerate(jax.tree.leaves(tree))}
+        arrays = jax.tree.leaves(tree)
+        for array, wanted in zip(arrays, jax.tree.leaves(abstract), strict=True):
+            if array.shape != wanted.shape:  # Orbax returns arrays of any shape.
+                raise self._unreadable(number, f"expected {wanted.shape}, found {array.shape}")
+        return {str(i): array for i, array in enumerate(arrays)}
 
     def _read(self, number: int, item: str, restore: Any) -> Any:
         try:
             return self._manager.restore(number, args=ocp.args.Composite(**{item: restore}))[item]
-        except Exception as error:  # Orbax raises many types for damaged files.
-            return self._move_aside(number, _reason(error))
+        except Exception as error:  # of many types
+            raise self._unreadable(number, _reason(error)) from error
+
+    def _unreadable(self, number: int, reason: str) -> InputError:
+        path = self._folder / str(number)
+        return InputError(f"cannot read checkpoint {path}, whose files are whole: {reason}")
 
     @processes.on_first
     def set_aside(self, number: int, reason: str) -> None:

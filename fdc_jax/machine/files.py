@@ -27,7 +27,7 @@ import platformdirs
 import safetensors.numpy
 from numpy.typing import ArrayLike
 
-from fdc_jax.errors import InputError, escaped
+from fdc_jax.errors import InputError, escaped, line
 
 _log = logging.getLogger(__name__)
 # Flags: do not wait for a FIFO, do not translate line ends of Windows.
@@ -284,26 +284,56 @@ def write_manifest(folder: Path) -> None:
     write_json(folder / MANIFEST, {"sha256": digests})
 
 
+class Damaged(InputError):
+    """The bytes of a folder are not what its manifest says."""
+
+
 def check_manifest(folder: Path, remedy: str) -> None:
     """Compares a folder with its manifest, byte for byte.
 
     Raises:
-        InputError: a file is missing, has changed, or is unlisted and not hidden; the message ends
+        Damaged: a file is missing, has changed, or is unlisted and not hidden; the message ends
             with the remedy.
+        InputError: a file cannot be read, which says nothing about its bytes.
     """
-    manifest = read_json(folder / MANIFEST)
+    try:
+        difference = _difference(folder)
+    except OSError as error:
+        raise InputError(f"cannot read {line(error)}") from error
+    if difference:
+        raise Damaged(f"{difference}; {remedy}")
+
+
+def _difference(folder: Path) -> str:
+    """Returns how a folder differs from its manifest, or ""."""
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except InputError as error:
+        reason = error.__cause__
+        if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError):
+            raise
+        return str(error)
     digests = manifest.get("sha256") if isinstance(manifest, dict) else None
     if not isinstance(digests, dict):
-        raise InputError(f"{folder / MANIFEST}: expected checksums; {remedy}")
-    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    present = {path.relative_to(folder).as_posix(): path for path in paths}
+        return f"{folder / MANIFEST}: expected checksums"
+    present = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
     for name in sorted(present.keys() - {*digests, MANIFEST}):
         if not present[name].name.startswith("."):
-            raise InputError(f"{present[name]}: is not in {MANIFEST}; {remedy}")
+            return f"{present[name]}: is not in {MANIFEST}"
     for name, digest in digests.items():
         path = present.get(name)
         if path is None or path.is_symlink() or sha256(path) != digest:
-            raise InputError(f"{folder / escaped(name)[:80]}: is not what was written; {remedy}")
+            return f"{folder / escaped(name)[:80]}: is not what was written"
+    return ""
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yields the files and links below a folder; raises OSError if a folder cannot be listed."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            yield from _files(path)
+        else:
+            yield path
 
 
 # Paths of the command line ------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """Checkpoints: types survive, damage is noticed, the one before it is used."""
 
-import contextlib
+import errno
 import logging
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -13,7 +17,9 @@ import pytest
 
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
+from fdc_jax.machine import files
 from fdc_jax.machine.checkpoint import Checkpoints
+from tests import small_runs
 
 
 def make_tree(offset=0.0):
@@ -58,8 +64,7 @@ def test_round_trip_keeps_types_values_and_cursor(filled):
 def test_damaged_metadata_of_one_checkpoint(filled, tmp_path, caplog, content):
     folder = tmp_path / "checkpoints"
     (folder / "3" / "_CHECKPOINT_METADATA").write_bytes(content)
-    with contextlib.suppress(InputError):  # A reader without rights says so, or uses the other.
-        assert numbers(Checkpoints(folder, read_only=True)) == [2]
+    assert numbers(Checkpoints(folder, read_only=True)) == [2]
     assert (folder / "3").exists()
     assert numbers(Checkpoints(folder)) == [2]
     assert (tmp_path / "checkpoints_unusable_3").exists()
@@ -139,9 +144,79 @@ def test_an_interrupted_save_leaves_nothing(filled, tmp_path, monkeypatch):
     assert numbers(filled) == [3, 2]
 
 
-def test_without_a_manifest_orbax_decides(filled, tmp_path):
-    """A process may die between a checkpoint and its manifest."""
+def stale(*arguments, **options):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+# Places in which a network disk may fail while the bytes of a checkpoint are right.
+READS = ["fdc_jax.machine.files.sha256", "fdc_jax.machine.files.open_regular", "json.loads"]
+READS += ["orbax.checkpoint.StandardCheckpointHandler.restore", "pathlib.Path.iterdir"]
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("name", READS)
+def test_intact_checkpoint_stays_when_a_read_fails(filled, tmp_path, monkeypatch, name, read_only):
+    again = Checkpoints(tmp_path / "checkpoints", read_only=read_only)
+    before = small_runs.contents(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(name, stale)
+        with pytest.raises(InputError, match=r"cannot read .*Stale file handle|unreadable JSON"):
+            numbers(again)
+    assert small_runs.contents(tmp_path) == before
+    assert numbers(again) == [3, 2]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_intact_checkpoint_stays_when_a_folder_is_closed(filled, tmp_path):
+    closed = tmp_path / "checkpoints" / "3" / "tree"
+    closed.chmod(0)
+    try:
+        with pytest.raises(InputError, match=r"cannot read .*tree: Permission denied"):
+            numbers(filled)
+    finally:
+        closed.chmod(0o700)
+    assert numbers(filled) == [3, 2]
+
+
+def test_intact_checkpoint_stays_when_its_arrays_have_other_shapes(filled, tmp_path):
+    """As after a change of the code of a learner."""
+    target = make_tree() | {"state": {"A": jnp.arange(5.0)}}
+    with pytest.raises(InputError, match=r"cannot read checkpoint .*3, .*expected \(5,\)"):
+        next(filled.newest(lambda cursor: target))
+    assert numbers(filled) == [3, 2]
+
+
+KILLED_AT_THE_RENAME = """
+import os, signal, sys
+import numpy as np
+from fdc_jax.machine.checkpoint import Checkpoints
+checkpoints, rename = Checkpoints(sys.argv[1]), os.rename
+def killed(source, target, *arguments, **options):
+    if os.path.basename(str(target)) == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(source, target, *arguments, **options)
+for number in (1, 2):
+    checkpoints.save(number, {"A": np.arange(3.0)}, {})
+    os.rename = os.replace = killed
+"""
+
+
+def test_every_finished_checkpoint_has_its_manifest(tmp_path):
+    """Nothing is left to write when a checkpoint gets its name."""
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, "-c", KILLED_AT_THE_RENAME, folder]
+    assert subprocess.run(command, cwd=small_runs.REPOSITORY).returncode == -signal.SIGKILL
+    assert (folder / "1" / "manifest.json").exists()
+    (unfinished,) = folder.glob("2.*")
+    files.check_manifest(unfinished, "")
+    target = {"A": np.zeros(3)}
+    kept = Checkpoints(folder)
+    assert [number for number, _, _ in kept.newest(lambda cursor: target)] == [1]
+    kept.save(2, target, {})
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_checkpoint_without_a_manifest_is_set_aside(filled, tmp_path):
     (tmp_path / "checkpoints" / "3" / "manifest.json").unlink()
-    number, _, tree = newest(filled)
-    assert number == 3
-    assert_equal_trees(tree, make_tree(3))
+    assert numbers(filled) == [2]
+    assert (tmp_path / "checkpoints_unusable_3").is_dir()

@@ -1,6 +1,8 @@
 """Runs with a damaged file end in one line of InputError that names it; see test_fuzz, too."""
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
@@ -9,10 +11,8 @@ import pytest
 import fdc_jax
 from fdc_jax import export
 from fdc_jax.errors import InputError
-from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import read_safetensors, write_manifest, write_safetensors
 from fdc_jax.report import classes, runs, tables
-from fdc_jax.run import setup as setups
 from tests import small_runs
 
 VALUES = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), "", "a", "../../x", "\x1b[31m", [], ["a"]]
@@ -134,17 +134,35 @@ def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
 @pytest.mark.parametrize(
     "change", [{"step": None}, {"step": "a"}, {"tasks_done": 9}, {"classes_per_task": []}], ids=str
 )
-def test_a_checkpoint_with_a_damaged_cursor_is_passed_over(whole, tmp_path, change, caplog):
+def test_forged_cursor_of_a_checkpoint_is_named(whole, tmp_path, change):
+    """Its manifest fits, so that it is not damaged, and nothing is moved."""
     folder = small_runs.copied(whole, tmp_path / "run")
-    encoders = fdc_jax.open_run(folder).encoders
-    kept = Checkpoints(folder / "checkpoints", read_only=True)
-    numbers = [number for number, *_ in setups.checkpoints(encoders, kept, 1)]
-    cursor = kept._cursor
-    damaged = {name: value for name, value in change.items() if value is not None}
-    kept._cursor = lambda number: (
-        {n: v for n, v in (cursor(number) | damaged).items() if n in damaged or n not in change}
-        if number == numbers[0]
-        else cursor(number)
-    )
-    assert [number for number, *_ in setups.checkpoints(encoders, kept, 1)] == numbers[1:]
-    assert f"checkpoints/{numbers[0]} is unusable (cursor: " in caplog.text
+    newest = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    path = newest / "cursor" / "metadata"
+    cursor = json.loads(path.read_text()) | change
+    kept = {name: value for name, value in cursor.items() if value is not None}
+    path.write_text(json.dumps(kept))
+    write_manifest(newest)
+    with pytest.raises(InputError, match=rf"checkpoints/{newest.name}: cursor: "):
+        fdc_jax.open_run(folder).heads()
+    assert newest.exists()
+
+
+def stale(*arguments, **options):
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+@pytest.mark.parametrize("use", ["resume", "open"])
+@pytest.mark.parametrize("state", ["half", "whole"])
+def test_unreadable_checkpoint_of_a_run_is_one_line(
+    state, use, request, cache, tmp_path, monkeypatch
+):
+    """A network disk that fails for a moment; a finished run writes its results again."""
+    folder = small_runs.copied(request.getfixturevalue(state), tmp_path / "run")
+    (folder / "results.json").unlink(missing_ok=True)
+    run = fdc_jax.open_run(folder)
+    before = small_runs.contents(folder)
+    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointHandler.restore", stale)
+    with pytest.raises(InputError, match=r"cannot read checkpoint .*.*Stale file handle"):
+        run.heads() if use == "open" else small_runs.run(small_runs.config(cache), folder)
+    assert small_runs.contents(folder) == before
