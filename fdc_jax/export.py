@@ -170,3 +170,7 @@ def _run(options: argparse.Namespace) -> None:
     write(options.workdir, options.out, options.weights, options.learner)
     if not options.quiet:
         print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    raise SystemExit("use python -m fdc_jax export")

@@ -150,3 +150,7 @@ def _run(options: argparse.Namespace) -> None:
             batch = f"{measured['images']} images on {measured['device']}"
             memory = "" if base else "; memory is measured on accelerators only"
             print(f"{folder}: {', '.join(parts)} for {batch}{memory}")
+
+
+if __name__ == "__main__":
+    raise SystemExit("use python -m fdc_jax latency")

@@ -528,3 +528,7 @@ def _measure_run(folder: Path, host: Mapping[str, Any]) -> None:
 def _say(text: str, quiet: bool = False) -> None:
     if not quiet:
         print(f"fdc_jax.paper: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit("use python -m fdc_jax paper")

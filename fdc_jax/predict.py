@@ -254,3 +254,7 @@ def _picture(row: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str
 def _short(path: str) -> str:
     """Returns a file with its folder alone, so that the page names no path of a machine."""
     return "/".join(Path(path).parts[-2:])
+
+
+if __name__ == "__main__":
+    raise SystemExit("use python -m fdc_jax predict")

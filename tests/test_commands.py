@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,16 @@ def test_a_name_runs_its_module(tmp_path):
     (tmp_path / "fdc").write_text("from fdc_jax.__main__ import main\nmain()\n")
     for program in (("-m", "fdc_jax"), ("fdc",)):
         assert said(*program, "posthoc", "--help").startswith("usage: python -m fdc_jax posthoc ")
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_a_module_that_is_run_names_its_command(name):
+    file = PACKAGE / f"{name}.py"
+    if file.exists():
+        with pytest.raises(SystemExit, match=f"^use python -m fdc_jax {name}$"):
+            runpy.run_path(str(file), run_name="__main__")
+    else:  # Python refuses a package without __main__.py.
+        assert (PACKAGE / name).is_dir() and not (PACKAGE / name / "__main__.py").exists()
 
 
 @pytest.mark.parametrize(

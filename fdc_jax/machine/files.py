@@ -101,7 +101,13 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         InputError: the file system refuses the write (full disk, no permission).
     """
     with _renamed(Path(path)) as temporary, open(temporary, "xb") as file:
-        yield file
+        try:
+            yield file
+        except OSError as error:
+            if error.errno is None:  # NumPy drops the reason; another write repeats it.
+                file.write(bytes(2**16))
+                file.flush()
+            raise
         file.flush()
         os.fsync(file.fileno())
 

@@ -227,6 +227,31 @@ def test_a_lock_names_its_holder_and_is_free_after_a_kill(tmp_path):
     assert [path.name for path in lock.parent.iterdir()] == [".lock"]
 
 
+FULL = """
+import sys
+import numpy as np
+from fdc_jax.errors import InputError
+from fdc_jax.machine import files
+for suffix in ("npy", "npz", "safetensors", "json"):
+    path = f"{sys.argv[1]}/a.{suffix}"
+    write = getattr(files, f"write_{suffix}")
+    array = np.zeros(10**5)
+    value = {"npy": array, "json": [0] * 10**5}.get(suffix, {"a": array})
+    try:
+        write(path, value)
+    except InputError as error:
+        print(str(error).removeprefix(f"cannot write {path}: "))
+"""
+
+
+def test_a_full_disk_is_named_whatever_is_written(tmp_path):
+    # A limit on the size of files stands for the full disk.
+    limit = ["bash", "-c", 'trap "" XFSZ; ulimit -f 100; exec "$@"', "-", sys.executable, "-c"]
+    done = subprocess.run([*limit, FULL, tmp_path], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["File too large"] * 4, done.stderr
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_file_of_a_folder_that_the_disk_has_no_room_for_has_its_later_name(tmp_path, monkeypatch):
     def refuse(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
