@@ -22,6 +22,7 @@ from sklearn.utils.validation import (
 
 from fdc_jax import calibration
 from fdc_jax.calibration.comparators import base, random_features
+from fdc_jax.calibration.inputs import refuse_masked
 from fdc_jax.errors import InputError, did_you_mean
 from fdc_jax.heads import Head, LinearHead, NearestMeanHead
 
@@ -74,6 +75,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
                 are one task, in which only TSF of FDC has an effect.
         """
         X, y = self._validated(True, X, y)
+        refuse_masked(tasks, "tasks")
         tasks = np.zeros(len(y), int) if tasks is None else np.array(column_or_1d(tasks).tolist())
         check_consistent_length(X, y, tasks)
         if tasks.dtype.kind == "O" or (tasks != tasks).any():
@@ -143,6 +145,8 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
 
     def _validated(self, reset: bool, X: Any, *y: Any) -> Any:
         """Returns X in float32, and y if present."""
+        for values, name in zip((X, *y), "Xy", strict=False):
+            refuse_masked(values, name)
         with np.errstate(over="ignore"):  # Numbers too large for float32 are an error below.
             checked: Any = validate_data(self, X, *y, reset=reset, dtype=np.float32)
         if y:
@@ -191,6 +195,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         previous: Any = None,
     ) -> Shaped[np.ndarray, " more"]:
         """Fits a task and returns the labels of all classes in the order of arrival."""
+        refuse_masked(classes, "classes")
         names = np.unique(y) if classes is None else column_or_1d(classes)
         dtype = (unique_labels(labels, names) if len(labels) else names).dtype
         if len(np.unique(names)) < len(names):

@@ -19,11 +19,11 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 23_250,
+    "calibration": 23_500,
     "data": 11_100,
-    "features": 3_140,
+    "features": 3_150,
     "learners": 19_400,
-    "machine": 6_340,
+    "machine": 6_410,
     "model": 11_000,
     "package": 17_700,
     "posthoc": 3_500,

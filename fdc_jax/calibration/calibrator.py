@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -167,6 +167,9 @@ class Calibrator:
         Raises:
             InputError: not one head per task, or `fit_task` would raise it for a head.
         """
+        if not isinstance(heads, Iterable):
+            kind = type(heads).__name__
+            raise InputError(f"heads: expected one per task, {self.num_tasks}, found {kind}")
         heads = list(heads)
         if len(heads) != self.num_tasks:
             raise InputError(f"heads: expected one per task, {self.num_tasks}, found {len(heads)}")

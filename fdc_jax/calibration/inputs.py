@@ -39,10 +39,13 @@ def missing(part: str, task: int, calibrator: str) -> NotApplicable:
 def host_array(value: Any, name: str) -> np.ndarray:
     """Returns an array of any library as a NumPy array, a view if possible; reads no memory map.
 
-    Raises InputError if `value` is no array, or is on devices of another process.
+    Raises InputError if `value` is no array, has masked values, or is of another process's devices.
     """
+    if isinstance(value, np.matrix):
+        raise InputError(f"{name}: expected an array, found numpy.matrix; give numpy.asarray of it")
+    refuse_masked(value, name)
     if isinstance(value, np.ndarray):
-        return value
+        return value if isinstance(value, np.memmap) else np.asarray(value)
     reason: Exception | str = f"found {type(value).__name__}"
     readers: list[Any] = []
     if hasattr(value, "__array__") or isinstance(value, list | tuple):
@@ -55,6 +58,13 @@ def host_array(value: Any, name: str) -> np.ndarray:
         except (TypeError, ValueError, RuntimeError, BufferError) as error:
             reason = error
     raise InputError(f"{name}: cannot be read as an array: {reason}")
+
+
+def refuse_masked(value: Any, name: str) -> None:
+    """Raises InputError if a masked array of NumPy has masked values."""
+    if np.ma.is_masked(value):
+        count = f"{np.ma.count_masked(value)} of {np.size(value)} values are masked"
+        raise InputError(f"{name}: expected an array without a mask, found that {count}")
 
 
 def feature_array(value: Any, name: str, width: int | None = None) -> Any:
@@ -87,6 +97,16 @@ def _finite(array: Any) -> Bool[np.ndarray, " n"]:
 
 def _finite_on_device(_: None, block: Float[jax.Array, "n d"]) -> Bool[jax.Array, " n"]:
     return jnp.isfinite(squared_norm(block))
+
+
+def whole_number(value: Any, name: str, least: int, most: float = np.inf) -> int:
+    """Returns an integer, of Python or NumPy, from `least` to `most`; raises InputError."""
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool | np.ndarray)
+    if not is_integer or not least <= int(value) <= most:
+        until = " on" if most == np.inf else f" to {most}"
+        found = f"{value!r}"[:80]
+        raise InputError(f"{name}: expected a whole number from {least}{until}, found {found}")
+    return int(value)
 
 
 def check_real(array: np.ndarray, name: str) -> None:

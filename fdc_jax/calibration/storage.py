@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_npz, write_npz
+from fdc_jax.machine.files import named_path, read_npz, write_npz
 
 FORMAT = "fdc_jax calibrator, 12"
 
@@ -28,6 +28,7 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
     `__getstate__`; leaves are NumPy arrays, numbers, texts, truth values and None.
     """
     parts: dict[str, list[np.ndarray]] = {}
+    path = named_path("path", path)
     tree = json.dumps(encode(value, parts))
     arrays = {dtype: np.concatenate(chunks) for dtype, chunks in parts.items()}
     write_npz(path, arrays | {"format": FORMAT, "tree": tree, "sha256": checksum(tree, arrays)})
@@ -39,6 +40,7 @@ def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
     Raises:
         InputError: the file is missing, damaged, or of another kind or version.
     """
+    path = named_path("path", path)
     arrays = read_npz(path)
     kind, tree, digest = (str(arrays.pop(name, "")) for name in ("format", "tree", "sha256"))
     if kind != FORMAT:

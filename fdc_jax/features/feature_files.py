@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -284,7 +283,8 @@ def write_task(
     Raises:
         InputError: earlier tasks have heads of another kind, or a file cannot be written.
     """
-    path, kind = Path(folder) / "head_kind.npy", heads.KINDS[type(head)]
+    path = named_path("folder", folder) / "head_kind.npy"
+    kind = heads.KINDS[type(head)]
     if task > 0 and path.exists() and (stored := str(read_npy(path))) != kind:
         raise InputError(f"{path}: expected {kind}, the kind of head {task} (from 0), is {stored}")
     by_stem = dict(zip(_TRAIN, (adapted, pretrained, labels, previous), strict=True))
@@ -296,9 +296,10 @@ def write_task(
 def write_final_heads(folder: str | os.PathLike[str], final: Sequence[heads.Head]) -> None:
     """Writes the final heads, one per task, that differ from the heads in a folder."""
     changed: dict[str, ArrayLike | None] = {}
+    path = named_path("folder", folder)
     for task, head in enumerate(final):
         arrays = _head_arrays(head)
-        files = {Path(folder) / f"{name}_{task}.npy": array for name, array in arrays.items()}
+        files = {path / f"{name}_{task}.npy": array for name, array in arrays.items()}
         if all(file.exists() and np.array_equal(read_npy(file), files[file]) for file in files):
             arrays = {}
         changed |= {f"final_{name}_{task}": arrays.get(name) for name in _HEAD}
@@ -318,7 +319,7 @@ def write_test(
 def write(folder: str | os.PathLike[str], arrays: Mapping[str, ArrayLike | None]) -> None:
     """Writes arrays by name into a folder, each file whole or not at all; None removes a file."""
     for name, array in arrays.items():
-        path = Path(folder) / f"{name}.npy"
+        path = named_path("folder", folder) / f"{name}.npy"
         if array is None:
             path.unlink(missing_ok=True)
         else:

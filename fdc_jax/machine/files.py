@@ -347,12 +347,23 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def named_path(name: str, path: str | os.PathLike[str]) -> Path:
     """Returns a path that the user gave, with `~` expanded; InputError if it cannot be one."""
-    if not os.fspath(path):
+    text: Any = path
+    with contextlib.suppress(TypeError):
+        text = os.fspath(path)
+    if not isinstance(text, str):
+        raise InputError(f"{name}: expected a path, found {type(text).__name__}")
+    if not text:
         raise InputError(f"{name}: expected a path, found none")
     try:
-        return Path(path).expanduser()
-    except RuntimeError as error:  # of ~NAME without such a user
-        raise InputError(f"{name}: {path}: {error}") from error
+        expanded = Path(text).expanduser()
+        os.lstat(expanded)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # The caller may write there, or has its own words.
+    except OSError as error:  # such as a name that is too long
+        raise InputError(f"{name}: {escaped(text)[:80]}: {error.strerror}") from error
+    except (ValueError, RuntimeError) as error:  # a NUL; ~NAME without such a user
+        raise InputError(f"{name}: {escaped(text)[:80]}: {error}") from error
+    return expanded
 
 
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:

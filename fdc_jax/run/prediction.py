@@ -20,6 +20,7 @@ from PIL import Image
 
 from fdc_jax.calibration import FDC, METHODS, Terms, familiarity
 from fdc_jax.calibration.calibrator import best_by_task
+from fdc_jax.calibration.inputs import host_array, whole_number
 from fdc_jax.data import folder
 from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.data.benchmarks import BENCHMARKS
@@ -74,8 +75,7 @@ class Predictions:
     """
 
     def __init__(self, run: Run, images: Any, top: int = 5, method: str | None = None):
-        if not isinstance(top, int | np.integer) or top < 1:
-            raise InputError(f"top: expected a whole number from 1 on, found {top!r}")
+        top = whole_number(top, "top", 1)
         named_images = list(_named(images))
         if not named_images:
             raise InputError("expected images, found none")
@@ -223,7 +223,7 @@ def _flattened(images: Any) -> Iterator[Path | np.ndarray | Image.Image]:
     elif isinstance(images, Image.Image):
         yield images
     elif hasattr(images, "__array__"):
-        array = np.asarray(images)
+        array = host_array(images, "images")
         if array.ndim and array.dtype.kind in "OU":
             yield from _flattened(array.tolist())
         else:

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int, UInt8
 
 from fdc_jax import calibration, learners
 from fdc_jax.calibration import Calibrator
+from fdc_jax.calibration.inputs import whole_number
 from fdc_jax.data import sources
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.task_stream import TaskStream
@@ -173,6 +174,7 @@ class Run(RunPaths):
     @jax.enable_x64(False)
     def encoder(self, t: int) -> Replaced:
         """Returns the parameters in which E_t differs from E_0; t is the number of tasks."""
+        t = whole_number(t, f"{self.folder}: encoder", 0)
         learner, backbone = self.encoders.learner, self.encoders.backbone
         if t == 0:
             return vit.pretrained_kernels(backbone)

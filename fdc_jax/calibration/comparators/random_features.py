@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
 from fdc_jax.calibration.compiled import in_blocks
-from fdc_jax.calibration.inputs import BLOCK_ROWS, NotApplicable
+from fdc_jax.calibration.inputs import BLOCK_ROWS, NotApplicable, whole_number
 from fdc_jax.heads import products, unit
 
 _products = jax.jit(products)
+MOST = 2**31 - 1  # random features
 RIDGES = 10.0 ** np.arange(-8, 9)
 # Rows and columns of a Gram matrix that are computed together.
 TILE = 2048
@@ -47,9 +48,9 @@ class RanPAC(Comparator):
 
     def __init__(self, view: str = "adapted", projections: int = 10_000, seed: int = 0):
         super().__init__(view)
-        self.projections = projections
+        self.projections = whole_number(projections, "projections", 1, MOST)
         self.ridge = 1.0
-        self.seed = seed
+        self.seed = whole_number(seed, "seed", 0)
 
     def _collect(self, features, rows, head) -> Float[np.ndarray, "m c"]:
         projection = self._projection(features)
@@ -122,8 +123,8 @@ class AnaCP(Comparator):
 
     def __init__(self, view: str = "adapted", projections: int = 5_000, seed: int = 0):
         super().__init__(view)
-        self.projections = projections
-        self.seed = seed
+        self.projections = whole_number(projections, "projections", 1, MOST)
+        self.seed = whole_number(seed, "seed", 0)
         # Gram matrix of each head's z, and the within-class scatter of x.
         self.total: tuple[Any, Any] = [None] * self.num_heads, 0.0
 

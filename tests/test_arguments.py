@@ -1,0 +1,216 @@
+"""Arguments of the public functions: a wrong value is an InputError that names the argument."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fdc_jax
+from fdc_jax import calibration, export, report
+from fdc_jax.errors import InputError
+from fdc_jax.estimator import ContinualClassifier
+from fdc_jax.features import feature_files
+from tests.calibration import streams
+
+FIRST, SECOND = streams.known(0, 2)
+ROWS = len(SECOND.labels)
+
+
+class PathOf:
+    """A path whose `__fspath__` returns any value."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __fspath__(self):
+        return self.value
+
+
+NO_PATHS = {
+    "None": None,
+    "zero": 0,
+    "number": 1.5,
+    "truth value": True,
+    "bytes": b"/tmp/x.npz",
+    "list": ["x.npz"],
+    "array": np.zeros(2),
+    "type": str,
+    "path of bytes": PathOf(b"x.npz"),
+    "path of None": PathOf(None),
+    "empty": "",
+    "NUL": "a\0b.npz",
+    "surrogate": "\ud800.npz",
+    "too long": "a" * 5000,
+}
+
+
+@pytest.fixture(scope="module")
+def fdc():
+    return streams.fitted([FIRST, SECOND])
+
+
+@pytest.mark.parametrize("kind", NO_PATHS)
+def test_a_value_that_is_no_path_is_an_input_error(tmp_path, monkeypatch, fdc, kind):
+    monkeypatch.chdir(tmp_path)
+    path = NO_PATHS[kind]
+    doors = {
+        "load": lambda: calibration.load(path),
+        "save": lambda: fdc.save(path),
+        "open_run": lambda: fdc_jax.open_run(path),
+        "features": lambda: feature_files.load(path),
+        "write_test": lambda: feature_files.write_test(path, FIRST.adapted),
+        "write_task": lambda: feature_files.write_task(
+            path, 0, FIRST.adapted, FIRST.labels, FIRST.head
+        ),
+        "write_final_heads": lambda: feature_files.write_final_heads(path, []),
+        "export": lambda: export.write(path, "export"),
+        "report": lambda: report.write([path], "report"),
+        "report to": lambda: report.write(["run"], path),
+    }
+    for name, door in doors.items():
+        with pytest.raises(InputError) as caught:
+            door()
+        message = str(caught.value)
+        assert ": " in message and len(message) < 300, name
+    assert not os.listdir()
+
+
+def test_paths_of_all_types_are_accepted(tmp_path, fdc):
+    for path in (str(tmp_path / "a.npz"), tmp_path / "b.npz", PathOf(str(tmp_path / "c.npz"))):
+        fdc.save(path)
+        assert calibration.load(path).num_tasks == 2
+
+
+def masked(array):
+    return np.ma.masked_array(array, mask=np.arange(array.size).reshape(array.shape) == 1)
+
+
+def second(**changes):
+    given = dict(adapted=SECOND.adapted, labels=SECOND.labels, head=SECOND.head)
+    given |= dict(pretrained=SECOND.pretrained, classes=SECOND.classes, previous=SECOND.adapted)
+    return given | changes
+
+
+WRONG = {
+    "matrix": lambda array: array.view(np.matrix),
+    "masked": masked,
+    "objects": lambda array: array.astype(object),
+    "complex": lambda array: array.astype(complex),
+    "truth values": lambda array: array > 0,
+    "text": lambda array: array.astype(str),
+    "records": lambda array: np.zeros(array.shape, [("x", "f4")]),
+    "dates": lambda array: array.astype("i8").astype("M8[s]"),
+    "number": lambda array: 3,
+    "array of no dimension": lambda array: np.float32(3),
+    "dictionary": lambda array: {"x": array},
+}
+# Names in messages by argument.
+NAMES = {
+    "adapted": "adapted features",
+    "labels": "labels",
+    "pretrained": "pretrained features",
+    "classes": "classes",
+    "previous": "previous features",
+}
+
+
+@pytest.mark.parametrize("argument", NAMES)
+@pytest.mark.parametrize("kind", WRONG)
+def test_fit_task_names_the_argument(argument, kind):
+    calibrator = calibration.make("gaussians" if argument == "previous" else "ncm")
+    calibrator.fit_task(FIRST.adapted, FIRST.labels, FIRST.head, FIRST.pretrained)
+    given = second()
+    given[argument] = WRONG[kind](given[argument])
+    with pytest.raises(InputError, match=f"^{NAMES[argument]} of task 1 .from 0.: "):
+        calibrator.fit_task(**given)
+    assert calibrator.num_tasks == 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRONG if kind != "array of no dimension"])
+def test_heads_and_batches_are_named(fdc, kind):
+    wrong = WRONG[kind]
+    for field in ("weight", "bias"):
+        if (field, kind) == ("bias", "number"):
+            continue
+        head = SECOND.head._replace(**{field: wrong(getattr(SECOND.head, field))})
+        with pytest.raises(InputError, match=f"^head {field} of task 1 .from 0.: "):
+            streams.fitted([FIRST]).fit_task(**second(head=head))
+        with pytest.raises(InputError, match=f"^final head {field} of task 1 .from 0.: "):
+            fdc.replace_heads([FIRST.head, head])
+    for view in ("adapted", "pretrained"):
+        batch = {"adapted": FIRST.adapted, "pretrained": FIRST.pretrained}
+        batch[view] = wrong(batch[view])
+        with pytest.raises(InputError, match=f"^{view} features: "):
+            fdc.score(**batch)
+
+
+@pytest.mark.parametrize("labels", [
+    SECOND.labels.astype(float), SECOND.labels + np.nan, [10**30] * ROWS, [None] * ROWS,
+    [2**63] * ROWS, [[3]] * ROWS, SECOND.labels.astype(str),
+])  # fmt: skip
+def test_labels_that_are_no_integers_are_named(labels):
+    with pytest.raises(InputError, match=r"^labels of task 1 .from 0.: "):
+        streams.fitted([FIRST]).fit_task(**second(labels=labels, classes=None))
+
+
+def test_all_signed_64_bit_integers_are_labels():
+    for first in (-7, -(2**63), 2**63 - 4):
+        labels = np.asarray(SECOND.rows.astype(object) + first, np.int64)
+        calibrator = calibration.make("ncm")
+        calibrator.fit_task(SECOND.adapted, labels)
+        assert set(calibrator.score(SECOND.adapted).label) <= set(labels.tolist())
+
+
+def test_an_array_whose_mask_hides_nothing_is_accepted(fdc):
+    unmasked = np.ma.masked_array(FIRST.adapted, mask=False)
+    expected = fdc.score(FIRST.adapted, FIRST.pretrained).task_scores
+    np.testing.assert_array_equal(fdc.score(unmasked, FIRST.pretrained).task_scores, expected)
+
+
+@pytest.mark.parametrize("heads_given", [None, 3, 1.5, len])
+def test_heads_that_are_no_sequence_are_named(fdc, heads_given):
+    with pytest.raises(InputError, match=r"^heads: expected one per task, 2, found "):
+        fdc.replace_heads(heads_given)
+
+
+@pytest.mark.parametrize("value", [None, -1, 2.5, "7", True, np.nan, [3], np.array([3]), 10**30])
+@pytest.mark.parametrize("setting", ["projections", "seed"])
+def test_random_features_need_whole_numbers(setting, value):
+    if (setting, value) == ("seed", 10**30):
+        return
+    for method in ("ranpac", "anacp-pretrained"):
+        with pytest.raises(InputError, match=f"^{setting}: expected a whole number from "):
+            calibration.make(method, **{setting: value})
+        assert vars(calibration.make(method, **{setting: np.int64(3)}))[setting] == 3
+
+
+def test_the_estimator_refuses_masked_values():
+    features, labels = SECOND.adapted, SECOND.labels
+    tasks = np.zeros(ROWS, int)
+    for name, given in {
+        "X": (masked(features), labels, tasks),
+        "y": (features, masked(labels), tasks),
+        "tasks": (features, labels, masked(tasks)),
+    }.items():
+        with pytest.raises(InputError, match=f"^{name}: expected an array without a mask"):
+            ContinualClassifier().fit(*given)
+    with pytest.raises(InputError, match=r"^X: expected an array without a mask"):
+        ContinualClassifier().fit(features, labels).predict(masked(features))
+
+
+def test_runs_name_wrong_tasks_and_images(whole):
+    run = fdc_jax.open_run(Path(whole))
+    for task in (1.5, "1", None, -1, True, [1], 99):
+        with pytest.raises(InputError, match=f"^{whole}: "):
+            run.encoder(task)
+    image = np.zeros((8, 8), np.uint8)
+    for images in (masked(image), image.view(np.matrix), None, 3, b"x", [None], "a\0b", [0.5]):
+        with pytest.raises(InputError):
+            run.predict(images)
+    for top in (0, 2.5, "3", None, True):
+        with pytest.raises(InputError, match=r"^top: expected a whole number from 1 on"):
+            run.predict(image, top=top)
+    for name in (3, "..", "*", "nosuch", b"fdc", "/etc", "a\0b"):
+        with pytest.raises(InputError):
+            run.calibrator(name)
