@@ -28,7 +28,7 @@ _IN_FLIGHT = 2
 class Extraction(NamedTuple):
     """Features, and the seconds that decoding and encoding took when they were computed."""
 
-    features: Float[Any, "n d"]
+    features: Float[np.ndarray, "n d"]
     seconds: float
     from_cache: bool = False
 
@@ -62,7 +62,7 @@ class Extractor:
         batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
     ) -> list[Extraction]:
-        """Returns float32 features of all images by several encoders, on the devices.
+        """Returns float32 features of all images by several encoders, on the host.
 
         Every image is read, decoded and transferred once, and the encoders share the seconds
         equally. The features are bit for bit those of separate passes.
@@ -73,10 +73,12 @@ class Extractor:
             batches: images in evaluation preprocessing.
             poll: called before every batch; raises to stop.
         """
-        start, empty = time.perf_counter(), np.zeros((0, self._width), np.float32)
-        by_batch = [*self.stream(backbone, views, batches, poll)] or [[empty] * len(views)]
-        by_view = [devices.joined(self._mesh, parts) for parts in zip(*by_batch, strict=True)]
-        jax.block_until_ready(by_view)
+        start = time.perf_counter()
+        parts: list[list[Any]] = [[np.zeros((0, self._width), np.float32)] for _ in views]
+        for features in self.stream(backbone, views, batches, poll):
+            for rows, part in zip(parts, features, strict=True):
+                rows.append(part)
+        by_view = [np.concatenate(rows) for rows in parts]
         seconds = (time.perf_counter() - start) / len(views)
         return [Extraction(features, seconds) for features in by_view]
 
@@ -86,19 +88,23 @@ class Extractor:
         views: Sequence[Any],
         batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
-    ) -> Iterator[list[Float[Any, "n d"]]]:
-        """Yields for every batch the features by every encoder; see `__call__`."""
+    ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
+        """Yields for every batch the features by every encoder; see `__call__`.
+
+        Features move to the host while further batches are computed.
+        """
         pending: collections.deque = collections.deque()
 
         def finish() -> list[Any]:
             features, count = pending.popleft()
-            jax.block_until_ready(features)
-            return [devices.joined(self._mesh, [rows], count) for rows in features]
+            return [np.asarray(rows)[:count] for rows in features]
 
         for batch in batches:
             poll()
             images = devices.split(self._mesh, batch.images)
             features = [self.encode(backbone, images, replaced) for replaced in views]
+            for rows in features:
+                rows.copy_to_host_async()
             pending.append((features, int(batch.weights.sum())))
             if len(pending) > _IN_FLIGHT:
                 yield finish()

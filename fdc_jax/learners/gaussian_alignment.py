@@ -5,7 +5,7 @@ features of every class seen and trains all heads on them together, without any 
 their logits comparable.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,15 +15,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float64, Int
 
-from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import training
-from fdc_jax.machine import devices
-from fdc_jax.model import vit
-from fdc_jax.model.vit import Replaced, VisionTransformer
 
 # Number of features per class and epoch, and per step; the authors' (SLCA and InfLoRA+CA).
 SAMPLES, BATCH_SIZE = 256, 256
+# Number of tasks whose factors are on the device: those of the next move while one is drawn.
+DRAWS_IN_FLIGHT = 2
 # Limit of the factor on the means of the first task in long streams.
 OLDEST_MEAN_SCALE = 0.9
 
@@ -40,22 +38,6 @@ def empty(num_tasks: int, classes: int, width: int) -> ClassGaussians:
     """Returns slots for `classes` classes in each task."""
     factors = np.zeros((num_tasks, classes, width, width), np.float32)
     return ClassGaussians(jnp.zeros((num_tasks, classes, width)), factors)
-
-
-def class_features(
-    model: VisionTransformer, backbone: Any, replaced: Replaced, batches: Iterable[Batch]
-) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, " n"]]:
-    """Returns features and labels of all images, without padding."""
-    features, labels = [], []
-    for batch in batches:
-        encoded = _encode(model, backbone, batch.images, replaced)
-        encoded, batch_labels, weights = devices.to_host((encoded, batch.labels, batch.weights))
-        features.append(encoded[weights > 0])
-        labels.append(batch_labels[weights > 0])
-    return np.concatenate(features), np.concatenate(labels)
-
-
-_encode = jax.jit(vit.encode, static_argnums=0)
 
 
 def fit(
@@ -107,27 +89,31 @@ def draw(
 ) -> Float[Array, "t c s d"]:
     """Returns `samples` features of each class, zero for later tasks.
 
-    The means of task j of t are multiplied by 0.9 + 0.1 j / t. The device holds these features and
-    the factors of one task at a time.
+    The means of task j of t are multiplied by 0.9 + 0.1 j / t. Beside these features, the device
+    holds the factors of `DRAWS_IN_FLIGHT` tasks.
     """
     tasks, classes, width = gaussians.means.shape
     age = (np.arange(tasks) + 1) / tasks_done
     scales = (OLDEST_MEAN_SCALE + (1.0 - OLDEST_MEAN_SCALE) * age).astype(np.float32)
     features = jnp.zeros((tasks, classes, samples, width))
+    drawn: list[Array] = []
     for task in range(tasks_done):
+        if task >= DRAWS_IN_FLIGHT:
+            drawn[task - DRAWS_IN_FLIGHT].block_until_ready()
         factors = np.asarray(gaussians.factors[task])
-        features = _draw_task(key, features, np.int32(task), gaussians.means, scales, factors)
-        # Without waiting, transfers ahead of the draws would fill the device with factors.
-        features.block_until_ready()
+        features, done = _draw_task(key, features, np.int32(task), gaussians.means, scales, factors)
+        drawn.append(done)
     return features
 
 
 @partial(jax.jit, donate_argnums=1)
-def _draw_task(key, features, task, means, scales, factors) -> Float[Array, "t c s d"]:
-    """Returns the features of all tasks with those of one task drawn."""
+def _draw_task(
+    key, features, task, means, scales, factors
+) -> tuple[Float[Array, "t c s d"], Int[Array, ""]]:
+    """Returns the features of all tasks with those of one task drawn, and the task's number."""
     normal = jax.random.normal(jax.random.fold_in(key, task), features.shape[1:])
     spread = jnp.einsum("csd,ced->cse", normal, factors, precision=jax.lax.Precision.HIGHEST)
-    return features.at[task].set(spread + scales[task] * means[task][:, None])
+    return features.at[task].set(spread + scales[task] * means[task][:, None]), task + 0
 
 
 def cosine_rates(epochs: int, first: float) -> Float[np.ndarray, " e"]:

@@ -116,7 +116,7 @@ class InfLoRA(Learner):
     def _moments(self, backbone, state, num_tasks, images) -> Float64[np.ndarray, "l d d"]:
         """Returns the second moments of a task's attention inputs in E_t, t = `num_tasks`."""
         kernels, augmented = self.encoder(backbone, state, num_tasks), images.augmented()
-        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        moments, _ = attention_input_moments(self.setup, backbone, kernels, augmented)
         return np.asarray(moments, np.float64)
 
 

@@ -80,9 +80,7 @@ class InfLoRACA(InfLoRA):
         """Returns the state with the task stored, its Gaussians fitted and all heads aligned."""
         state = super().after_task(backbone, state, task, frozen, trained, images)
         kernels, classes = self.encoder(backbone, state, task + 1), self.setup.classes_per_task
-        features, labels = gaussian_alignment.class_features(
-            self.setup.model, backbone, kernels, images.plain()
-        )
+        features, labels = images.features(kernels)
         gaussians = gaussian_alignment.fit_task(
             state.gaussians, task, features, labels, classes[task], RIDGE
         )

@@ -108,7 +108,7 @@ class LoDA(Learner):
     def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
         """Returns the state with the task's A of both branches, from its images by E_{t-1}."""
         kernels, augmented = self.encoder(backbone, state, task), images.augmented()
-        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        moments, _ = attention_input_moments(self.setup, backbone, kernels, augmented)
         rank = self.setup.rank
         new, old = (_symmetric(np.asarray(m, np.float64)) for m in (moments, state.moments))
         designed = []
@@ -240,7 +240,7 @@ class LoDA(Learner):
         def moments_under(increment):
             kernels = increments.merge(frozen["kernels"], increment)
             augmented = images.augmented()
-            return attention_input_moments(self.setup.model, backbone, kernels, augmented)[0]
+            return attention_input_moments(self.setup, backbone, kernels, augmented)[0]
 
         new = moments_under(self._increment(frozen, trained))
         shrinking = {

@@ -40,7 +40,6 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import Head, NearestMeanHead, unit
 from fdc_jax.learners import training
-from fdc_jax.learners.gaussian_alignment import class_features
 from fdc_jax.learners.learner import Learner, Replaced, TaskImages, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
@@ -109,7 +108,7 @@ class LoRASubtraction(Learner):
         if task == 0:
             return state
         kernels, augmented = self.subtracted(backbone, state, task), images.augmented()
-        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        moments, _ = attention_input_moments(self.setup, backbone, kernels, augmented)
         blocks = np.asarray(moments, np.float64)
         projectors, sizes = zip(*map(drift_resistant_projector, blocks), strict=True)
         return state._replace(
@@ -182,7 +181,7 @@ class LoRASubtraction(Learner):
         stack = increments.store(state.increments, task, trained["increment"])
         state, setup = state._replace(increments=stack), self.setup
         kernels = self.encoder(backbone, state, task + 1)
-        features, labels = class_features(setup.model, backbone, kernels, images.plain())
+        features, labels = images.features(kernels)
         members = np.arange(setup.head_rows)[:, None] == labels
         # Rows without an image are zero.
         means = members @ features.astype(np.float64) / np.maximum(members.sum(axis=1), 1)[:, None]

@@ -247,18 +247,14 @@ class RSIAT(Learner):
         heads = heads.at[task].set(trained["head"])
         state = State(trained["adapter"], trained["projector"], heads, state.gaussians)
 
-        def features_by(kernels):
-            plain = images.plain()
-            return gaussian_alignment.class_features(self.setup.model, backbone, kernels, plain)
-
-        features, labels = features_by(self.encoder(backbone, state, task + 1))
+        features, labels = images.features(self.encoder(backbone, state, task + 1))
         gaussians = gaussian_alignment.fit_task(
             state.gaussians, task, features, labels, self.setup.classes_per_task[task], RIDGE
         )
         if task > 0:
             means = np.array(gaussians.means)
             classes = self.setup.classes_of_first(task)
-            before, _ = features_by(frozen["kernels"])
+            before, _ = images.features(frozen["kernels"])
             means[classes] = moved_means(means[classes], before, features)
             if not np.isfinite(means).all():
                 raise TrainingError(f"class means after task {task + 1}: expected finite values")

@@ -11,11 +11,13 @@ from jaxtyping import Array, Float
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
+from fdc_jax.learners.training import LearnerSetup
+from fdc_jax.model import operations
 from fdc_jax.model.vit import Replaced, VisionTransformer, in_float32
 
 
 def attention_input_moments(
-    model: VisionTransformer, backbone: Any, kernels: Replaced, batches: Iterable[Batch]
+    setup: LearnerSetup, backbone: Any, kernels: Replaced, batches: Iterable[Batch]
 ) -> tuple[Float[Array, "l d d"], float]:
     """Returns the mean of x x^T, not centred, of every block, and the number of tokens.
 
@@ -26,27 +28,43 @@ def attention_input_moments(
     Raises:
         TrainingError: the inputs of a block are not finite.
     """
-    model, depth, width = in_float32(model), model.variant.depth, model.variant.width
-    total, images, tokens = jnp.zeros((depth, width, width)), jnp.zeros(()), 0
+    model, variant = in_float32(setup.model), setup.variant
+    total = jnp.zeros((variant.depth, variant.width, variant.width))
+    images, tokens = jnp.zeros(()), 0
     for batch in batches:
-        total, images, tokens = _accumulate(model, backbone, kernels, batch, total, images)
-    count = jnp.maximum(images * tokens, 1.0)
+        count, side = batch.images.shape[:2]
+        size = operations.images_together(setup.mesh, count, side, variant.patch)
+        total, images = _accumulate(model, size, backbone, kernels, batch, total, images)
+        tokens = (side // variant.patch) ** 2 + 1
+    number = jnp.maximum(images * tokens, 1.0)
     finite = np.isfinite(np.asarray(total.sum(axis=(1, 2))))
     if not finite.all():
         raise TrainingError(
             f"block {int(np.argmin(finite))}: expected finite attention inputs, but the encoder "
             "diverged in training; smaller learning rates may help"
         )
-    return total / count, float(images) * int(tokens)
+    return total / number, float(images) * tokens
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _accumulate(model, backbone, kernels, batch, total, images):
-    _, captured = model.apply(
-        {"params": backbone}, batch.images, kernels, mutable=["intermediates"]
-    )
-    blocks = captured["intermediates"]["Transformer"]
-    inputs = [blocks[f"encoderblock_{block}"]["attention_input"][0] for block in range(len(total))]
-    inputs = jnp.stack(inputs).astype(jnp.float32)
-    products = jnp.einsum("lntd,lnte,n->lde", inputs, inputs, batch.weights, precision="highest")
-    return total + products, images + batch.weights.sum(), inputs.shape[2]
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 6))
+def _accumulate(model: VisionTransformer, size: int, backbone, kernels, batch, total, images):
+    """Returns the sums after a batch, which is encoded in portions of `size` images."""
+
+    def add_portion(total, portion):
+        _, captured = model.apply(
+            {"params": backbone}, portion.images, kernels, mutable=["intermediates"]
+        )
+        blocks = captured["intermediates"]["Transformer"]
+        names = [f"encoderblock_{block}" for block in range(len(total))]
+        inputs = jnp.stack([blocks[name]["attention_input"][0] for name in names])
+        inputs = inputs.astype(jnp.float32)
+        weighted = inputs * portion.weights[None, :, None, None]
+        products = jnp.einsum("lntd,lnte->lde", weighted, inputs, precision="highest")
+        return total + products, None
+
+    if size == len(batch.images):
+        total, _ = add_portion(total, batch)
+    else:
+        portions = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), batch)
+        total, _ = jax.lax.scan(add_portion, total, portions)
+    return total, images + batch.weights.sum()

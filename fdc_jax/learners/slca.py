@@ -106,9 +106,7 @@ class SLCA(Learner):
         """Returns the state with encoder and head stored, new Gaussians and aligned heads."""
         setup, heads = self.setup, increments.store(state.heads, task, trained["head"])
         encoder = vit.AllParameters(parameters=trained["encoder"])
-        features, labels = gaussian_alignment.class_features(
-            setup.model, backbone, encoder, images.plain()
-        )
+        features, labels = images.features(encoder)
         gaussians = gaussian_alignment.fit_task(
             state.gaussians, task, features, labels, setup.classes_per_task[task], RIDGE
         )

@@ -122,7 +122,7 @@ class SplitLoRA(Learner):
         state = super().after_task(backbone, state, task, frozen, trained, images)
         kernels = self.encoder(backbone, state, task + 1)
         augmented = images.augmented()
-        new, tokens = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        new, tokens = attention_input_moments(self.setup, backbone, kernels, augmented)
         before = float(state.tokens)
         moments = np.asarray(state.moments, np.float64) * (before / (before + tokens))
         moments += np.asarray(new, np.float64) * (tokens / (before + tokens))

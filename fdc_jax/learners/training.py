@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from fdc_jax.heads import LinearHead
 from fdc_jax.machine import devices
 from fdc_jax.machine.devices import Mesh
 from fdc_jax.model import increments
-from fdc_jax.model.vit import Increment, Variant, VisionTransformer
+from fdc_jax.model.vit import Increment, Replaced, Variant, VisionTransformer
 
 # The momentum of SGD in all authors' presets with SGD.
 MOMENTUM = 0.9
@@ -65,13 +65,17 @@ class LearnerSetup:
         return (np.arange(self.head_rows) < classes) & (tasks < num_tasks)
 
 
+LabelledFeatures: TypeAlias = tuple[Float[np.ndarray, "n d"], Int[np.ndarray, " n"]]
+
+
 class TaskImages(NamedTuple):
     """The training images of one task, for a learner's passes before and after its training."""
 
     augmented: Callable[[], Iterator[Batch]]  # the batches of the first epoch of training
     plain: Callable[[], Iterator[Batch]]  # evaluation preprocessing
-    # Returns features of all images by E_0, and their labels within the task.
-    pretrained: Callable[[], Any] = tuple
+    # Returns features of all plain images by an encoder, and their labels within the task.
+    features: Callable[[Replaced], LabelledFeatures]
+    pretrained: Callable[[], LabelledFeatures]  # the same by E_0, from the cache if they are there
 
 
 class Progress(NamedTuple):

@@ -5,12 +5,10 @@ import importlib.metadata
 import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -45,24 +43,6 @@ def everywhere(mesh: Mesh) -> NamedSharding:
 def rows(mesh: Mesh) -> NamedSharding:
     """Returns the placement of results: devices share the rows; several processes have copies."""
     return everywhere(mesh) if mesh.is_multi_process else _split(mesh)
-
-
-def joined(mesh: Mesh, parts: Sequence[Any], count: int | None = None) -> Any:
-    """Returns the rows of results, or the first `count` of them, as one array on the devices.
-
-    Devices share the rows if the number of devices divides that of rows. The array is on the host
-    if there are several processes, or one CPU, where joining then needs no compiled program.
-    """
-    on_host = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    if on_host or mesh.is_multi_process:
-        return np.concatenate(parts)[:count]
-    count = sum(map(len, parts)) if count is None else count
-    shared = everywhere(mesh) if count % mesh.size else rows(mesh)
-    return jax.jit(_first_rows, static_argnames="count", out_shardings=shared)(parts, count=count)
-
-
-def _first_rows(parts: Sequence[Any], count: int) -> Any:
-    return jnp.concatenate(parts)[:count]
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:

@@ -52,10 +52,12 @@ class RunImages:
                 self._poll()
                 yield devices.split(mesh, batch)
 
+        labels = self._labelled(task)[2]
         return TaskImages(
             augmented=lambda: placed(self.batches(task)),
             plain=lambda: placed(self._plain(task)),
-            pretrained=lambda: (self._pretrained(task).features, self._labelled(task)[2]),
+            features=lambda encoder: (self._extract([encoder], self._plain(task))[0][0], labels),
+            pretrained=lambda: (self._pretrained(task).features, labels),
         )
 
     def previous_features(self, task: int, encoder: Any) -> Extraction:
@@ -108,8 +110,7 @@ class RunImages:
         if pretrained is None:
             pretrained = extract(vit.pretrained_kernels(setup.backbone), indices)
             setup.pretrained_features.keep("test", indices, pretrained)
-        first_rows = devices.joined(setup.learner.setup.mesh, [pretrained.features], count)
-        pretrained = pretrained._replace(features=first_rows)
+        pretrained = pretrained._replace(features=pretrained.features[:count])
         return (pretrained, None) if adapted is None else (adapted, pretrained)
 
     def _labelled(self, task: int) -> tuple[Any, ...]:

@@ -87,63 +87,40 @@ def test_encoders_share_the_seconds_of_a_pass(model, backbone, monkeypatch):
     assert [each.seconds for each in found] == [2.0, 2.0, 2.0]
 
 
-# Learns three tasks with features of two random encoders, and scores the images of the last.
-TASKS = """
-import jax, numpy as np
-from fdc_jax import calibration
-from fdc_jax.calibration import inputs
-from fdc_jax.heads import LinearHead
+# Encodes tasks of several sizes on four devices and logs the programs that are compiled.
+SIZES = """
+import logging, jax, numpy as np
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
-from tests.calibration import test_devices
 from tests.features.test_extraction import batches, extractor
 from tests.model import reference
 variant = vit.Variant(16, 2, heads=2, patch=8, image_size=32)
-model, rng = vit.VisionTransformer(variant), np.random.default_rng(0)
+model = vit.VisionTransformer(variant)
 backbone = reference.random_params(0, variant, side=32)
-pretrained, counts = vit.pretrained_kernels(backbone), (40, 37, 44)
-adapted = jax.tree.map(lambda kernel: 1.5 * kernel, pretrained)
-extract, fdc, kept = extractor(model), calibration.FDC(), []
-placed = [devices.replicate(devices.data_mesh(), tree) for tree in (backbone, adapted, pretrained)]
+kernels = vit.pretrained_kernels(backbone)
+images = np.concatenate([batch.images for batch in batches(44)])
+expected = np.asarray(model.apply({"params": backbone}, images))
+placed = [devices.replicate(devices.data_mesh(), tree) for tree in (backbone, kernels)]
 jax.block_until_ready(placed)
-fetch, shapes = jax.device_get, []
-def device_get(tree):
-    shapes.extend(leaf.shape for leaf in jax.tree.leaves(tree))
-    return fetch(tree)
-jax.device_get, inputs.host_array = device_get, test_devices.refuse_features
-with jax.transfer_guard_device_to_host("disallow"):
-    for task, count in enumerate(counts):
-        views = [found.features for found in extract(placed[0], placed[1:], batches(count))]
-        assert all(isinstance(view, jax.Array) for view in views)
-        shared = views[0].addressable_shards[0].data.shape[0] * 4 == count
-        assert shared == (count % 4 == 0) and len(views[0].sharding.device_set) == 4
-        head = LinearHead(rng.normal(size=(2, 16)).astype("f4"), np.zeros(2, "f4"))
-        labels = 2 * task + np.arange(count) % 2
-        fdc.fit_task(views[0], labels, head, views[1])
-        kept.append((views, labels, head))
-        if task < 2:
-            kept[-1] = (fetch(views), labels, head)
-            del views
-            rows = [array for array in jax.live_arrays() if array.shape[1:] == (16,)]
-            assert not any(len(array) in counts for array in rows)  # The task is forgotten.
-    fdc.finalize()
-    scores = fdc.score(*views)
-fetched = {shape for shape in shapes if shape[1:] == (16,)}
-assert shapes and not any(shape[0] in counts for shape in fetched), fetched
-jax.device_get, inputs.host_array = fetch, lambda value, name: np.asarray(value)
-twin = calibration.FDC()
-for views, labels, head in kept:
-    twin.fit_task(*(np.asarray(views[0]), labels, head, np.asarray(views[1])))
-twin.finalize()
-expected = twin.score(*map(np.asarray, kept[-1][0]))
-np.testing.assert_allclose(scores.task_scores, expected.task_scores, rtol=1e-4, atol=1e-5)
-np.testing.assert_array_equal(scores.label, expected.label)
+names, logger = [], logging.getLogger("jax._src.interpreters.pxla")
+class Names(logging.Handler):
+    def emit(self, record):
+        names.append(record.getMessage().split()[1])
+logger.addHandler(Names())
+logger.propagate = False
+extract = extractor(model)
+with jax.log_compiles():
+    for count in (40, 37, 44, 1):
+        actual = extract(placed[0], [placed[1]], batches(count))[0].features
+        assert isinstance(actual, np.ndarray)
+        np.testing.assert_allclose(actual, expected[:count], atol=2e-5)
+assert names == ["jit(encode)"], names
 """
 
 
 @pytest.mark.ci
-def test_whole_tasks_move_nothing_but_statistics_to_the_host():
-    small_runs.python("-c", TASKS, env=small_runs.with_devices(4))
+def test_tasks_of_any_size_share_one_program():
+    small_runs.python("-c", SIZES, env=small_runs.with_devices(4))
 
 
 INDICES = np.array([4, 5, 6])

@@ -121,9 +121,7 @@ def bases(state):
 
 def moments_by(run, backbone, state, num_tasks, images):
     kernels = run.learner.encoder(backbone, state, num_tasks)
-    return toy.float64(
-        attention_input_moments(run.setup.model, backbone, kernels, images.augmented())[0]
-    )
+    return toy.float64(attention_input_moments(run.setup, backbone, kernels, images.augmented())[0])
 
 
 def test_A_is_designed_for_the_tasks_inputs_before_training_and_stays(backbone):

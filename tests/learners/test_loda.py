@@ -32,7 +32,7 @@ def moments_under(run, backbone, kernels, step):
     """Second moments of a task's inputs, in float64."""
     single = {part: jnp.asarray(kernels[part], jnp.float32) for part in toy.PARTS}
     images = step.images.augmented()
-    return toy.float64(attention_input_moments(run.setup.model, backbone, single, images)[0])
+    return toy.float64(attention_input_moments(run.setup, backbone, single, images)[0])
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_spaces_come_from_the_subtracted_encoder(backbone, task):
         np.testing.assert_array_equal(step.frozen["projector"], identity)
         return
     of_subtracted, of_pretrained = (
-        attention_input_moments(run.setup.model, backbone, each, step.images.augmented())[0]
+        attention_input_moments(run.setup, backbone, each, step.images.augmented())[0]
         for each in (subtracted, vit.pretrained_kernels(backbone))
     )
     # The first block has no kernel before it.

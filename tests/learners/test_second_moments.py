@@ -1,5 +1,7 @@
 """Second moments of attention inputs against a forward pass written out in NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,11 @@ import pytest
 
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners.second_moments import attention_input_moments
-from fdc_jax.model import vit
+from fdc_jax.model import operations, vit
 from tests.learners import toy
 from tests.model.reference import features, float64
 
-MODEL = vit.VisionTransformer(toy.TINY)
+SETUP = toy.make_learner("inflora").setup
 BATCHES = [toy.make_batch(1, size=4), toy.make_batch(2, size=4, padding=1)]
 
 
@@ -21,13 +23,13 @@ def kernels(backbone):
 
 
 @pytest.fixture(scope="module")
-def found(backbone, kernels):
-    return attention_input_moments(MODEL, backbone, kernels, BATCHES)
+def moments_and_count(backbone, kernels):
+    return attention_input_moments(SETUP, backbone, kernels, BATCHES)
 
 
-def test_every_block_by_hand(backbone, kernels, found):
+def test_every_block_by_hand(backbone, kernels, moments_and_count):
     """Against the tokens of a float64 forward pass through kernels that no block was born with."""
-    moments, count = found
+    moments, count = moments_and_count
     pretrained = vit.pretrained_kernels(backbone)
     updates = {part: float64(kernels[part]) - float64(pretrained[part]) for part in toy.PARTS}
     rows = [[] for _ in range(toy.TINY.depth)]
@@ -44,15 +46,36 @@ def test_every_block_by_hand(backbone, kernels, found):
     np.testing.assert_allclose(moments, jnp.swapaxes(moments, 1, 2), atol=1e-6)
 
 
-def test_the_fast_mode_and_its_attention_change_nothing(backbone, kernels, found, monkeypatch):
+def test_the_fast_mode_and_its_attention_change_nothing(
+    backbone, kernels, moments_and_count, monkeypatch
+):
     """The fused attention would refuse float32."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", None)
-    fast = MODEL.clone(precision="fast", attention="cudnn")
+    model = SETUP.model.clone(precision="fast", attention="cudnn")
+    fast = dataclasses.replace(SETUP, model=model)
     again, _ = attention_input_moments(fast, backbone, kernels, BATCHES)
-    np.testing.assert_array_equal(again, found[0])
+    np.testing.assert_array_equal(again, moments_and_count[0])
 
 
 def test_an_encoder_that_diverged_is_named(backbone, kernels):
     lost = kernels | {"value": kernels["value"].at[0].set(jnp.nan)}
     with pytest.raises(TrainingError, match="block 1: expected finite attention inputs"):
-        attention_input_moments(MODEL, backbone, lost, BATCHES)
+        attention_input_moments(SETUP, backbone, lost, BATCHES)
+
+
+def test_portions_of_a_batch_give_the_same_moments(
+    backbone, kernels, moments_and_count, monkeypatch
+):
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
+    sizes = []
+    apply = vit.VisionTransformer.apply
+
+    def counting(model, parameters, images, *arguments, **options):
+        sizes.append(len(images))
+        return apply(model, parameters, images, *arguments, **options)
+
+    monkeypatch.setattr(vit.VisionTransformer, "apply", counting)
+    moments, count = attention_input_moments(SETUP, backbone, kernels, BATCHES)
+    assert set(sizes) == {2}
+    assert count == moments_and_count[1]
+    np.testing.assert_allclose(moments, moments_and_count[0], rtol=1e-5, atol=1e-6)

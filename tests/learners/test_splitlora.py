@@ -86,7 +86,7 @@ def test_moments_stream_over_all_tasks(backbone):
     for task, step in enumerate(run.steps):
         kernels = run.learner.encoder(backbone, step.after, task + 1)
         moments, count = attention_input_moments(
-            run.setup.model, backbone, kernels, step.images.augmented()
+            run.setup, backbone, kernels, step.images.augmented()
         )
         total, tokens = total + count * toy.float64(moments), tokens + count
         # Eleven images of ten tokens a task.

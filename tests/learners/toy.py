@@ -31,6 +31,7 @@ from tests.model.reference import (  # noqa: F401
     random_params,
 )
 
+MODEL = vit.VisionTransformer(TINY)
 RANK = 2
 CLASSES = (2, 3, 2)
 TWO_IMAGES = 2 * ((SIDE // TINY.patch) ** 2 + 1)  # tokens
@@ -64,8 +65,7 @@ def make_learner(
         {f"learner.{name}.{field}": value for field, value in OPTIONS.get(name, {}).items()}
         | {field.replace("__", "."): value for field, value in fields.items()}
     )
-    model, mesh = vit.VisionTransformer(TINY), mesh or devices.data_mesh()
-    return setups.make_learner(config, model, classes_per_task, mesh)
+    return setups.make_learner(config, MODEL, classes_per_task, mesh or devices.data_mesh())
 
 
 @functools.cache
@@ -91,9 +91,20 @@ def shown(batches) -> tuple[np.ndarray, np.ndarray]:
     return images[weights > 0], labels[weights > 0]
 
 
-def task_images(*batches: Batch) -> training.TaskImages:
-    """Returns the batches as augmented and as plain images."""
-    return training.TaskImages(lambda: iter(batches), lambda: iter(batches))
+def task_images(*batches: Batch, plain=()) -> training.TaskImages:
+    """Returns the batches as augmented images, and as plain ones unless others are given."""
+    plain = plain or batches
+
+    def features(encoder):
+        images, labels = shown(plain)
+        return np.asarray(_encode(MODEL, images, encoder)), labels
+
+    return training.TaskImages(
+        augmented=lambda: iter(batches),
+        plain=lambda: iter(plain),
+        features=features,
+        pretrained=lambda: features(vit.pretrained_kernels(make_backbone())),
+    )
 
 
 def copy(tree):
@@ -158,7 +169,7 @@ def augmented_of(task, classes):
 def images_of(task, classes):
     """Returns a task's images, augmented and plain ones that differ."""
     plain = [make_batch(10 * task + 5 + i, size=6, classes=classes, padding=i) for i in range(2)]
-    return training.TaskImages(lambda: iter(augmented_of(task, classes)), lambda: iter(plain))
+    return task_images(*augmented_of(task, classes), plain=plain)
 
 
 @functools.cache
