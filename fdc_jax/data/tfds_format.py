@@ -1,38 +1,87 @@
-"""Data prepared by TensorFlow Datasets; the only module that imports that package.
+"""Data prepared by TensorFlow Datasets (TFDS); the only module that imports that package.
 
-TensorFlow is neither needed nor imported: array_record files are read by random access, TFRecord
-files by the offsets of their records.
+TFDS imports every module that `features.json` names. Therefore this module reads the JSON files of
+prepared data itself, and TFDS decodes the records by features that are named here. TensorFlow is
+not needed.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, Protocol
 
+import google_crc32c
+import msgspec
 import numpy as np
 import tensorflow_datasets as tfds
+from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from fdc_jax.data import images
 from fdc_jax.data.dataset import TEST_NAMES, Dataset, default_workers
-from fdc_jax.errors import InputError, line
-from fdc_jax.machine.files import read_npz, write_npz
+from fdc_jax.errors import InputError, escaped, line
+from fdc_jax.machine.files import file_state, open_regular, read_npz, read_object, write_npz
+
+_log = logging.getLogger(__name__)
+_INFO, _FEATURES = "dataset_info.json", "features.json"
+_MODULES = "tensorflow_datasets.core.features."  # of the feature classes that TFDS comes with
+_TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
+_MOST_CLASSES = 2**20
+_IMAGE, _LABEL = "image_feature.Image", "class_label_feature.ClassLabel"
+_TEXT = "text_feature.Text"
+# Types of pixels that an image file holds; others are stored as the bytes of several channels.
+_PIXELS = ("uint8", "uint16")
+
+
+class _Split(msgspec.Struct, rename="camel"):
+    name: str
+    shard_lengths: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    filepath_template: str = ""
+
+
+class _Info(msgspec.Struct, rename="camel"):
+    """The fields of `dataset_info.json` that are read."""
+
+    name: str
+    splits: list[_Split]
+    file_format: str = "tfrecord"
+    supervised_keys: dict[str, Any] = {}
+
+
+class _Fields(NamedTuple):
+    """The names of the fields of a record that are read, and the names of the classes."""
+
+    image: str
+    label: str
+    name: str  # of the image; "" if records have no name
+    class_names: tuple[str, ...]
 
 
 def find(name: str, data_dir: Path) -> Path | None:
-    """Returns the newest version's folder, or None; InputError if there are many configurations."""
-    folders = [path.parent for path in (data_dir / name).rglob("dataset_info.json")]
-    if len({folder.parent for folder in folders}) > 1:
-        names = ", ".join(sorted({folder.parent.name for folder in folders}))
+    """Returns the folder of the newest version, or None.
+
+    Folders whose name is not a version, such as those of an interrupted preparation, are skipped
+    with a warning. Raises InputError if there are many configurations.
+    """
+    folders = [path.parent for path in (data_dir / name).rglob(_INFO)]
+    versions = {
+        folder: [*map(int, folder.name.split("."))]
+        for folder in folders
+        if re.fullmatch(r"\d+\.\d+\.\d+", folder.name)
+    }
+    if skipped := sorted({folder.name for folder in folders} - {path.name for path in versions}):
+        names = escaped(", ".join(skipped))[:200]
+        _log.warning("%s: skipped folders without a version as name: %s", data_dir / name, names)
+    if len({folder.parent for folder in versions}) > 1:
+        names = ", ".join(sorted({folder.parent.name for folder in versions}))
         raise InputError(f"{data_dir / name}: expected one configuration, found {names}")
-    return max(
-        folders, key=lambda folder: [*map(int, re.findall(r"\d+", folder.name))], default=None
-    )
+    return max(versions, key=versions.__getitem__, default=None)
 
 
 def open_prepared(
@@ -45,49 +94,43 @@ def open_prepared(
     """Returns the training and the test images of prepared data, as `folder.open_folder` does.
 
     Raises:
-        InputError: the data are damaged, or are not images with classes.
+        InputError: the data are damaged, or are not images with classes; or their files do not have
+            as many records as `dataset_info.json` says.
     """
+    info = _read_info(folder)
+    fields = _read_fields(folder, info.supervised_keys)
+    stored = {split.name: split for split in info.splits}
 
     def dataset(split: str) -> Dataset:
+        names = TEST_NAMES if split == "test" else (split,)
+        chosen = next(filter(None, map(stored.get, names)), None)
+        if chosen is None:
+            found = escaped(", ".join(stored))[:200] or "none"
+            raise InputError(f"{folder}: expected the split {split}, found {found}")
+        records = _Records(folder, info, chosen, fields)
         where = f"{folder}: split {split}"
-        try:
-            builder: Any = tfds.builder_from_directory(str(folder))
-            names = TEST_NAMES if split == "test" else ()
-            stored = builder.info.splits[next(filter(builder.info.splits.get, names), split)]
-            keys = image_key, label_key, _ = _keys(builder.info)
-            decoders = {image_key: tfds.decode.SkipDecoding()}
-            if builder.info.file_format is tfds.core.FileFormat.TFRECORD:
-                records = _TFRecords(builder.info, stored.filepaths, decoders)
-            else:
-                records = builder.as_data_source(split=stored.name, decoders=decoders)
-            class_names = tuple(builder.info.features[label_key].names)
-            stats = [(os.path.realpath(path), os.stat(path)) for path in stored.filepaths]
-        except Exception as error:
-            # TFDS raises many types here, all of them about the files of this folder.
-            raise InputError(f"{where}: cannot open: {line(error)}") from error
-        state = json.dumps([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
+        state = json.dumps([fields[:3], records.states])
         index_file = cache / f"{name}-{split}-{hashlib.sha256(state.encode()).hexdigest()[:16]}.npz"
         try:
             columns = read_npz(index_file)
         except InputError:  # The file is missing or damaged.
-            columns = _index(where, records, keys, upright)
+            columns = _index(where, records, fields, upright)
             with contextlib.suppress(InputError):  # A full disk is no reason to stop.
                 write_npz(index_file, columns)
-
-        def read(index: int) -> bytes:
-            try:
-                return records[int(columns["positions"][index])][image_key]
-            except Exception as error:
-                raise InputError(f"{where}: cannot read a record: {line(error)}") from error
-
+        positions, labels = columns["positions"].tolist(), columns["labels"]
+        if (labels < 0).any():
+            raise InputError(f"{where}: expected the class of every image, found images without")
+        if (labels >= len(fields.class_names)).any():
+            count = len(fields.class_names)
+            raise InputError(f"{where}: expected classes below {count}, found {labels.max()}")
         return Dataset(
             name=name,
             split=split,
             partition=partition,
-            labels=columns["labels"],
+            labels=labels.astype(np.int32),
             ids=tuple(columns["ids"].tolist()),
-            class_names=class_names,
-            read=read,
+            class_names=fields.class_names,
+            read=lambda index: records[positions[index]].image,
             upright=upright,
             pixel_hashes=lambda: [row.tobytes() for row in columns["sha256"]],
         )
@@ -95,72 +138,255 @@ def open_prepared(
     return dataset("train"), dataset("test")
 
 
-def _keys(info: Any) -> tuple[str, str, str]:
-    """Returns the names of the fields of image, class and file name ("" if it is missing)."""
-    features = dict(info.features.items())
-    supervised = info.supervised_keys or ("image", "label")
-    image, label = (key if isinstance(key, str) else "" for key in supervised[:2])
-    has_images = isinstance(features.get(image), tfds.features.Image)
-    if not (has_images and isinstance(features.get(label), tfds.features.ClassLabel)):
-        fields = ", ".join(sorted(features))
-        raise InputError(f"expected images and their classes, found the fields {fields}")
-    name_keys = (k for k in ("file_name", "id") if isinstance(features.get(k), tfds.features.Text))
-    return image, label, next(name_keys, "")
+# The description ---------------------------------------------------------------------------------
 
 
-class _TFRecords:
-    """Records of TFRecord files by index.
+def _read_info(folder: Path) -> _Info:
+    """Returns the content of `dataset_info.json`; raises InputError."""
+    path = folder / _INFO
+    try:
+        # Protobuf writes its large integers as strings.
+        return msgspec.convert(read_object(path), _Info, strict=False)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{path}: {line(error)}") from error
 
-    The format is a sequence: 8 bytes of length, 4 of a checksum, the record, 4 of a checksum.
+
+def _read_fields(folder: Path, supervised: dict[str, Any]) -> _Fields:
+    """Returns the fields that `features.json` describes.
+
+    Raises:
+        InputError: the file is damaged, describes no images with classes, or names a feature class
+            that is not of TFDS.
+    """
+    path = folder / _FEATURES
+    try:
+        described = read_object(path)
+        foreign = [name for name in _class_names(described) if not name.startswith(_MODULES)]
+        if foreign:
+            raise ValueError(f"feature classes of TFDS, found {foreign[0]}")
+        content = _content(described)
+        features = content.get("features", content)
+        kinds = {
+            field: next(_class_names(feature)).removeprefix(_MODULES)
+            for field, feature in features.items()
+        }
+        items = supervised.get("tuple", {}).get("items", [])
+        image, label = [item["featureKey"] for item in items[:2]] or ("image", "label")
+        if (kinds.get(image), kinds.get(label)) != (_IMAGE, _LABEL):
+            raise ValueError(
+                f"images and their classes, found the fields {', '.join(sorted(kinds))}"
+            )
+        if (pixels := _content(features[image]).get("dtype", "uint8")) not in _PIXELS:
+            raise ValueError(f"pixels of type uint8 or uint16, found {pixels}")
+        texts = [field for field in ("file_name", "id") if kinds.get(field) == _TEXT]
+        names = _read_class_names(folder, label, _content(features[label]))
+    except (
+        AttributeError,
+        KeyError,
+        RecursionError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise InputError(f"{path}: expected {escaped(line(error))[:200]}") from error
+    return _Fields(image, label, texts[0] if texts else "", names)
+
+
+def _class_names(value: Any) -> Iterator[str]:
+    """Yields the names of Python classes in a part of `features.json`, the outermost first."""
+    if isinstance(value, dict):
+        for key in ("pythonClassName", "type"):  # "type" in files of TFDS before 4.5
+            if isinstance(value.get(key), str):
+                yield value[key]
+        for child in value.values():
+            yield from _class_names(child)
+
+
+def _content(feature: dict[str, Any]) -> dict[str, Any]:
+    """Returns the object that describes a feature; the other members are text."""
+    return next((value for value in feature.values() if isinstance(value, dict)), {})
+
+
+def _read_class_names(folder: Path, label: str, content: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the classes, or their numbers if no file names them."""
+    count = int(content.get("numClasses") or content["num_classes"])
+    path = folder / f"{label.replace('/', '.')}.labels.txt"
+    if not path.exists():
+        return tuple(map(str, range(min(count, _MOST_CLASSES))))
+    with open_regular(path) as file:
+        names = tuple(filter(None, map(str.strip, file.read().decode().split("\n"))))
+    if len(names) != count or len({*names}) != count:
+        raise ValueError(f"{count:,} different classes in {path.name}, found {len(names):,}")
+    return names
+
+
+# Records -----------------------------------------------------------------------------------------
+
+
+class _Shard(Protocol):
+    """The records of one file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> bytes: ...
+
+
+class _TFRecordFile:
+    """The records of a TFRecord file.
+
+    The format is a sequence: 8 bytes of length, 4 of their checksum, the record, 4 of its checksum.
     """
 
-    def __init__(self, info: Any, paths: Sequence[Any], decoders: dict[str, Any]):
-        self._decode = functools.partial(info.features.deserialize_example_np, decoders=decoders)
-        self._spans: list[tuple[np.memmap, int, int]] = []
-        for file in (np.memmap(path, np.uint8, "r") for path in paths if os.path.getsize(path)):
-            offset = 0
-            while offset < len(file):
-                start = offset + 12
-                stop = start + int.from_bytes(file[offset : offset + 8].tobytes(), "little")
-                offset = stop + 4
-                self._spans.append((file, start, stop))
-            if offset > len(file):
-                raise InputError(f"{file.filename}: expected whole records, found a part of one")
+    def __init__(self, path: Path):
+        self._path, self._spans = path, list[tuple[int, int]]()
+        offset, size = 0, os.path.getsize(path)
+        with open_regular(path) as file:
+            while offset < size:
+                file.seek(offset)
+                length = int.from_bytes(_checked(file.read(12)), "little")
+                self._spans.append((offset + 12, length + 4))
+                offset += length + 16
+        if offset > size:
+            raise ValueError("expected whole records, found a part of one")
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def __getitem__(self, index: int) -> Any:
-        file, start, stop = self._spans[index]
-        return self._decode(file[start:stop].tobytes())
+    def __getitem__(self, index: int, /) -> bytes:
+        start, length = self._spans[index]
+        with open_regular(self._path) as file:
+            file.seek(start)
+            return _checked(file.read(length))
 
 
-def _index(
-    where: str, records: Any, keys: tuple[str, str, str], upright: bool
-) -> dict[str, np.ndarray]:
+def _checked(content: bytes) -> bytes:
+    """Returns bytes without the masked CRC-32C at their end; raises ValueError if it is wrong."""
+    crc = google_crc32c.value(content[:-4])
+    masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32
+    if masked.to_bytes(4, "little") != content[-4:]:
+        raise ValueError("expected bytes that fit their checksum, found damaged ones")
+    return content[:-4]
+
+
+def _open_shard(path: Path, file_format: str, length: int) -> _Shard:
+    """Returns the records of a file; raises InputError if it has not `length` of them."""
+    try:
+        if not path.is_file():
+            raise ValueError("expected a file, found none")
+        if file_format == "array_record":  # which compares hashes of records itself
+            shard: _Shard = ArrayRecordDataSource([str(path)])
+        elif file_format == "tfrecord":
+            shard = _TFRecordFile(path)
+        else:
+            raise ValueError(f"expected array_record or tfrecord, found {file_format}")
+        if len(shard) != length:
+            raise ValueError(f"expected {length:,} records, found {len(shard):,}")
+        return shard
+    except Exception as error:  # array_record raises several types.
+        raise InputError(f"{path}: cannot read: {escaped(line(error))}") from error
+
+
+class _Record(NamedTuple):
+    """A decoded record."""
+
+    image: bytes  # content of its file
+    label: int
+    name: str  # "" if records have no name
+
+
+class _Records:
+    """The decoded records of a split by index, as many as `dataset_info.json` says.
+
+    Attributes:
+        states: path and state (`file_state`) of every file.
+    """
+
+    def __init__(self, folder: Path, info: _Info, split: _Split, fields: _Fields):
+        self._fields, self._paths = fields, _shard_paths(folder, info, split)
+        label = tfds.features.ClassLabel(num_classes=len(fields.class_names))
+        features = {fields.image: tfds.features.Image(), fields.label: label}
+        if fields.name:
+            features[fields.name] = tfds.features.Text()
+        self._decode = functools.partial(
+            tfds.features.FeaturesDict(features).deserialize_example_np,
+            decoders={fields.image: tfds.decode.SkipDecoding()},
+        )
+        self._shards = [
+            _open_shard(path, info.file_format, length)
+            for path, length in zip(self._paths, split.shard_lengths, strict=True)
+        ]
+        self._starts = np.cumsum([0, *split.shard_lengths])
+        self.states = [(os.path.realpath(path), file_state(path)) for path in self._paths]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> _Record:
+        shard, position = self._locate(index)
+        try:
+            values = self._decode(self._shards[shard][position])
+            image, label = values[self._fields.image], values[self._fields.label]
+            name = values[self._fields.name].decode() if self._fields.name else ""
+            if not isinstance(image, bytes) or not isinstance(label, int):
+                raise ValueError("expected the content of an image file, and its class")
+            return _Record(image, label, name)
+        except Exception as error:  # Parsers raise many types on damaged records.
+            raise InputError(f"{self.describe(index)}: cannot read: {line(error)}") from error
+
+    def describe(self, index: int) -> str:
+        """Returns the name of a record in error messages."""
+        shard, position = self._locate(index)
+        return f"{self._paths[shard]}, record {position}"
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Returns the number of a record's shard, and its position in the shard."""
+        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return shard, index - int(self._starts[shard])
+
+
+def _shard_paths(folder: Path, info: _Info, split: _Split) -> list[Path]:
+    """Returns the files of a split; raises InputError for files outside of the folder."""
+    count, paths = len(split.shard_lengths), []
+    digits = max(5, len(str(count)))
+    for shard in range(count):
+        numbers = f"{shard:0{digits}}", f"{count:0{digits}}"
+        values = {
+            "DATASET": info.name,
+            "SPLIT": split.name,
+            "FILEFORMAT": info.file_format,
+            "SHARD_INDEX": numbers[0],
+            "NUM_SHARDS": numbers[1],
+            "SHARD_X_OF_Y": "-of-".join(numbers),
+        }
+        name = split.filepath_template or _TEMPLATE
+        for field, value in values.items():  # The widths of `str.format` could fill the memory.
+            name = name.replace(f"{{{field}}}", value)
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            text = escaped(name)[:80]
+            raise InputError(f"{folder / _INFO}: expected files in its folder, found {text}")
+        paths.append(folder / name)
+    return paths
+
+
+def _index(where: str, records: _Records, fields: _Fields, upright: bool) -> dict[str, np.ndarray]:
     """Returns labels, ids, positions and SHA-256 of all images, in an order independent of storage.
 
     Records without a name are named by their position.
     """
-    image_key, label_key, name_key = keys
 
     def facts(position: int) -> tuple[int, str, bytes]:
         record = records[position]
-        image = images.decode(record[image_key], f"record {position}", upright)
-        name = record[name_key].decode() if name_key else ""
-        return int(record[label_key]), name, images.pixels_sha256(np.asarray(image))
+        image = images.decode(record.image, records.describe(position), upright)
+        return record.label, record.name, images.pixels_sha256(np.asarray(image))
 
-    try:
-        with ThreadPoolExecutor(default_workers()) as pool:
-            labels, ids, hashes = zip(*pool.map(facts, range(len(records))), strict=True)
-    except Exception as error:
-        raise InputError(f"{where}: cannot read: {line(error)}") from error
+    if not len(records):
+        raise InputError(f"{where}: expected records, found none")
+    with ThreadPoolExecutor(default_workers()) as pool:
+        labels, ids, hashes = zip(*pool.map(facts, range(len(records))), strict=True)
     if len(set(ids)) != len(ids):
         ids = [f"{position:09d}{name and '_'}{name}" for position, name in enumerate(ids)]
-    names, label = np.array(ids, np.str_), np.array(labels, np.int32)
-    if (label < 0).any():
-        raise InputError(f"{where}: expected the class of every image, found images without")
-    positions = np.argsort(names) if name_key == "id" else np.lexsort((names, label))
+    names, label = np.array(ids, np.str_), np.array(labels, np.int64)
+    positions = np.argsort(names) if fields.name == "id" else np.lexsort((names, label))
     sha256 = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
     columns = {"labels": label, "ids": names, "sha256": sha256}
     return {"positions": positions} | {key: array[positions] for key, array in columns.items()}

@@ -49,6 +49,15 @@ def sha256(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_state(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
+    """Returns size, inode, and times of modification and change (ns), which a new content changes.
+
+    A program can set the time of modification, but not that of the change of the inode.
+    """
+    status = os.stat(path)
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
 def _temporary(path: Path) -> Path:
     """Returns a hidden temporary path beside a path; removes those of killed processes."""
     host = f"{zlib.crc32(socket.gethostname().encode()):08x}"

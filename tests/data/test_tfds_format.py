@@ -1,5 +1,6 @@
 """Data that TFDS prepared, as array_record and as TFRecord: order, what is kept, and damage."""
 
+import json
 import os
 import shutil
 
@@ -20,8 +21,19 @@ def write_array_records(info, by_split):
     writer.close_all()
 
 
+def checked(content):
+    """Returns bytes with TFRecord's checksum, bit by bit from the polynomial of CRC-32C."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
+    crc ^= 0xFFFFFFFF
+    return content + ((((crc >> 15) | (crc << 17)) + 0xA282EAD8) % 2**32).to_bytes(4, "little")
+
+
 def write_tfrecords(info, by_split, folder):
-    """Two shards a split; checksums, which are not read, are zero."""
+    """Two shards a split."""
     splits = []
     for split, examples in by_split.items():
         template = tfds.core.ShardedFileTemplate(
@@ -31,7 +43,7 @@ def write_tfrecords(info, by_split, folder):
             content = b""
             for example in shard:
                 record = info.features.serialize_example(info.features.encode_example(example))
-                content += len(record).to_bytes(8, "little") + bytes(4) + record + bytes(4)
+                content += checked(len(record).to_bytes(8, "little")) + checked(record)
             (folder / f"flowers-{split}.tfrecord-{number:05d}-of-00002").write_bytes(content)
         about = dict(shard_lengths=[4, len(examples) - 4], num_bytes=1, filename_template=template)
         splits.append(tfds.core.SplitInfo(name=split, **about))
@@ -45,7 +57,12 @@ def prepare(tmp_path, photo, encode):
     """Returns a function that writes ten images of three classes as TFDS does, in `data/PLACE`."""
 
     def call(
-        place="flowers/2.1.1", file_format="array_record", test="test", label="label", names=False
+        place="flowers/2.1.1",
+        file_format="array_record",
+        test="test",
+        label="label",
+        names=False,
+        encoded=encode,
     ):
         folder = tmp_path / "data" / place
         folder.mkdir(parents=True)
@@ -66,7 +83,7 @@ def prepare(tmp_path, photo, encode):
         )
         examples = [
             {
-                "image": encode(photo(8, 9, seed)),
+                "image": encoded(photo(8, 9, seed)),
                 "label": seed % 3,
                 "bright": seed / 10,
                 # As strings the tenth comes before the second.
@@ -158,6 +175,167 @@ def test_which_data_are_refused(tmp_path, prepare, opened):
     message = r"expected images and their classes, found .* bright, image, label$"
     with pytest.raises(InputError, match=message):
         opened("bright")
+
+
+def at_every_depth(features, evil):
+    """Yields copies of a features.json, each with one class replaced or added."""
+    for path in (["pythonClassName"], ["image", "pythonClassName"], ["bright", "pythonClassName"]):
+        copy = json.loads(json.dumps(features))
+        part = copy
+        for key in path[:-1]:
+            part = part["featuresDict"]["features"][key]
+        part[path[-1]] = evil
+        yield copy
+    nested = {"pythonClassName": f"{MODULES}sequence_feature.Sequence"}
+    nested["sequence"] = {"feature": {"pythonClassName": evil, "text": {}}}
+    legacy = {"type": evil, "content": {"shape": [], "dtype": "int32"}}
+    for part in (nested, legacy):
+        copy = json.loads(json.dumps(features))
+        copy["featuresDict"]["features"]["more"] = part
+        yield copy
+
+
+MODULES = "tensorflow_datasets.core.features."
+
+
+def test_prepared_data_import_no_module(tmp_path, prepare, opened, monkeypatch):
+    folder, _ = prepare()
+    marker = tmp_path / "marker"
+    (tmp_path / "evilfeature.py").write_text(f"open({str(marker)!r}, 'w').close()")
+    monkeypatch.syspath_prepend(tmp_path)
+    features = json.loads((folder / "features.json").read_text())
+    changed = [*at_every_depth(features, "evilfeature.Evil")]
+    assert len(changed) == 5
+    for content in changed:
+        (folder / "features.json").write_text(json.dumps(content))
+        with pytest.raises(InputError, match=r"features\.json: expected .*found evilfeature.Evil$"):
+            opened()
+    (folder / "features.json").write_text(json.dumps(features))
+    info = json.loads((folder / "dataset_info.json").read_text())
+    for name in ("moduleName", "configName", "redistributionInfo", "configDescription"):
+        value = {"license": "evilfeature"} if name == "redistributionInfo" else "evilfeature.Evil"
+        (folder / "dataset_info.json").write_text(json.dumps(info | {name: value}))
+        assert len(opened()[0]) == 6
+    assert not marker.exists()
+
+
+def test_features_of_earlier_versions_are_read(prepare, opened):
+    folder, _ = prepare()
+    contents = {
+        "image": ("image_feature.Image", {"shape": [None, None, 3], "dtype": "uint8"}),
+        "label": ("class_label_feature.ClassLabel", {"num_classes": 3}),
+        "bright": ("feature.Tensor", {"shape": [], "dtype": "float32"}),
+    }
+    features = {
+        name: {"type": MODULES + kind, "content": content, "proto_cls": ""}
+        for name, (kind, content) in contents.items()
+    }
+    described = {"type": f"{MODULES}features_dict.FeaturesDict", "content": features}
+    (folder / "features.json").write_text(json.dumps(described))
+    (folder / "label.labels.txt").unlink()
+    train, _ = opened()
+    assert train.class_names == ("0", "1", "2") and train.labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def shard_of(folder, split="train"):
+    return max(folder.glob(f"*-{split}.*"), key=lambda path: (path.stat().st_size, path.name))
+
+
+def records_of(content):
+    """Returns the parts of a TFRecord file, one for each record."""
+    parts, start = [], 0
+    while start < len(content):
+        stop = start + 16 + int.from_bytes(content[start : start + 8], "little")
+        parts.append(content[start:stop])
+        start = stop
+    return parts
+
+
+def flip(content, position):
+    return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+
+
+DAMAGED = {
+    "empty": ("both", lambda content: b""),
+    "missing": ("both", lambda content: None),
+    "cut in a record": ("both", lambda content: content[:-40]),
+    "cut after a record": ("tfrecord", lambda content: b"".join(records_of(content)[:-1])),
+    "too long": ("tfrecord", lambda content: content + records_of(content)[0]),
+    "a bit of a length": ("tfrecord", lambda content: flip(content, 0)),
+    "a bit of the checksum of a length": ("tfrecord", lambda content: flip(content, 9)),
+    "a bit of a record": ("both", lambda content: flip(content, content.index(b"\x89PNG") + 70)),
+    "a bit of a class": ("tfrecord", lambda content: flip(content, content.index(b"label") + 11)),
+    "a bit at the end": ("tfrecord", lambda content: flip(content, len(content) - 1)),
+}
+CASES = [
+    pytest.param(file_format, change, id=f"{name}, {file_format}")
+    for name, (formats, change) in DAMAGED.items()
+    for file_format in ("tfrecord", "array_record")
+    if formats in ("both", file_format)
+]
+
+
+@pytest.mark.parametrize(("file_format", "change"), CASES)
+def test_a_damaged_shard_is_named(prepare, opened, file_format, change):
+    folder, _ = prepare(file_format=file_format)
+    opened()
+    shard = shard_of(folder)
+    content = change(shard.read_bytes())
+    if content is None:
+        shard.unlink()
+    else:
+        shard.write_bytes(content)
+    with pytest.raises(InputError, match=rf"{shard.name}(, record \d+)?: cannot read: "):
+        opened()
+
+
+def test_more_or_fewer_records_than_stated_are_refused(prepare, opened):
+    folder, _ = prepare()
+    info = json.loads((folder / "dataset_info.json").read_text())
+    for lengths, message in (
+        (["3", "3"], "expected 3 records, found 4"),
+        (["5", "1"], "expected 5 records, found 4"),
+        (["4", "2", "0"], "expected a file, found none"),
+        ([], "split train: expected records, found none"),
+        (["-6"], r"dataset_info.json: Expected `int` >= 0"),
+        (["many"], r"dataset_info.json: Expected `int`"),
+    ):
+        info["splits"][0]["shardLengths"] = lengths
+        (folder / "dataset_info.json").write_text(json.dumps(info))
+        with pytest.raises(InputError, match=message):
+            opened()
+
+
+def test_shards_lie_in_their_folder(tmp_path, prepare, opened):
+    folder, _ = prepare()
+    shutil.copy(shard_of(folder), tmp_path / "train")
+    info = json.loads((folder / "dataset_info.json").read_text())
+    for template in (f"{tmp_path}/{{SPLIT}}", "../../../{SPLIT}"):
+        info["splits"][0]["filepathTemplate"] = template
+        (folder / "dataset_info.json").write_text(json.dumps(info))
+        with pytest.raises(InputError, match="expected files in its folder, found"):
+            opened()
+
+
+def test_a_damaged_image_is_named_by_its_record(prepare, opened, encode):
+    prepare(encoded=lambda image: encode(image)[:-30])
+    with pytest.raises(InputError, match=r"train.array_record-00000, record \d: cannot decode"):
+        opened()
+
+
+def test_versions_are_compared_as_numbers(prepare, opened, caplog):
+    folder, _ = prepare("flowers/9.0.0")
+    newest, _ = prepare("flowers/10.0.0")
+    for name in ("10.0.0.incomplete185N4P", "11.0.0_old", "12"):
+        shutil.copytree(folder, folder.parent / name)
+    (newest / "label.labels.txt").write_text("a\nb\nc\n")
+    assert opened()[0].class_names == ("a", "b", "c")
+    assert "10.0.0.incomplete185N4P, 11.0.0_old, 12" in caplog.text
+    shutil.rmtree(newest)
+    assert opened()[0].class_names == CLASSES
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match=r"data.dir: .*: expected the folder flowers that"):
+        opened()
 
 
 @pytest.mark.ci
