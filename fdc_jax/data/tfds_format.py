@@ -324,7 +324,7 @@ class _Records:
     def __getitem__(self, index: int) -> _Record:
         shard, position = self._locate(index)
         try:
-            values = self._decode(self._shards[shard][position])
+            values: Any = self._decode(self._shards[shard][position])
             image, label = values[self._fields.image], values[self._fields.label]
             name = values[self._fields.name].decode() if self._fields.name else ""
             if not isinstance(image, bytes) or not isinstance(label, int):
