@@ -5,19 +5,10 @@
 `--help` lists all flags and fields.
 """
 
-import signal
+import sys
 
-from fdc_jax.__main__ import end_at_once
+from fdc_jax.__main__ import main
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, end_at_once)
-    import functools
-
-    from fdc_jax.errors import stop_on_signals
-
-    with stop_on_signals() as stop:
-        from absl import app
-
-        from fdc_jax import command
-
-        app.run(functools.partial(command.main, stop), flags_parser=command.parse)
+    sys.argv.insert(1, "run")
+    main()

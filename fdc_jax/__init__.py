@@ -3,9 +3,14 @@
 Importing this loads nothing else; what takes seconds is loaded when it is asked for.
 """
 
-import importlib
+import sys
 
+from fdc_jax.machine.search_path import leave_out_current_folder
 from fdc_jax.machine.versions import __version__ as __version__
+
+# While Python looks for the module of `python -m`, `sys.argv` has "-m" in place of its name.
+if sys.argv[:1] == ["-m"] and "m fdc_jax" in " ".join(sys.orig_argv):
+    leave_out_current_folder()
 
 TYPE_CHECKING = False  # The import of `typing` would leave Ctrl-C to Python for longer.
 if TYPE_CHECKING:
@@ -26,6 +31,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> "Any":
+    import importlib
+
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     if name in __all__:

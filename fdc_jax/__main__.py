@@ -1,10 +1,10 @@
 """The command `fdc`: `fdc NAME ...` is `python -m fdc_jax NAME ...`, and takes `--help`, too."""
 
 import os
-import signal
 import sys
 
 import fdc_jax
+from fdc_jax.machine.search_path import leave_out_current_folder
 
 PROGRAMS = {
     "run": "learn a stream of tasks, calibrate and evaluate on the way",
@@ -25,6 +25,9 @@ def end_at_once(number: int, frame: object) -> None:
 
 def main() -> None:
     """Runs the program that the first word of the command line names."""
+    leave_out_current_folder()
+    import signal
+
     signal.signal(signal.SIGINT, end_at_once)
     import functools
     import importlib
@@ -41,7 +44,6 @@ def main() -> None:
 
             app.run(functools.partial(command.main, stop), flags_parser=command.parse)
     elif name in PROGRAMS:
-        sys.path.append("")  # where a learner of the user's own may lie
         module = f"{name}.command" if name in ("report", "posthoc") else name
         sys.exit(importlib.import_module(f"fdc_jax.{module}").main())
     elif name == "--version":

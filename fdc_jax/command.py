@@ -122,7 +122,6 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
 
 def parse(argv: list[str]) -> list[str]:
     """Parses the command line for `app.run`; ends the program with one line and code 2."""
-    sys.path.append("")  # where a learner of the user's own may lie
     # Before NumPy loads, for the reason in `fdc_jax.posthoc`. XLA's start-up notes are of no use.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -299,7 +299,7 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
                 log.flush()
                 shown = log.tell()
                 child = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, "run", *run.words],
+                    [sys.executable, "-P", "-c", _PROGRAM, "run", *run.words],
                     start_new_session=True,
                     stdin=subprocess.PIPE,
                     stdout=log,
@@ -513,16 +513,17 @@ def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None
             continue
         _say(f"{run}: measures the latency of inference", quiet)
         try:
-            _in_new_process(_measure_run, run.folder, configuration.of_host(run.config), stop=stop)
+            host = configuration.of_host(run.config)
+            _in_new_process(_measure_run, run.folder, run.learner, host, stop=stop)
         except Exception as error:  # Only one table needs the latency.
             stop.poll()
             _say(f"{run}: latency is unknown: {errors.line(error)}")
 
 
-def _measure_run(folder: Path, host: Mapping[str, Any]) -> None:
+def _measure_run(folder: Path, learner: str, host: Mapping[str, Any]) -> None:
     from fdc_jax import latency, open_run  # which import JAX
 
-    latency.measure_run(open_run(folder, host=host))
+    latency.measure_run(open_run(folder, learner=learner, host=host))
 
 
 def _say(text: str, quiet: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Every command of the README and of docs/: it parses, its files exist, the short ones are run."""
 
+import os
 import re
 import shlex
 import sys
@@ -15,6 +16,7 @@ from fdc_jax.run import configuration
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
 README = (REPOSITORY / "README.md").read_text()
 PAGES = {
     path.relative_to(REPOSITORY).as_posix(): path.read_text()
@@ -138,3 +140,14 @@ def test_the_learner_that_the_readme_shows_runs(tmp_path, cache):
     assert found["config"]["learner.linear_probe.temperature"] == 0.5
     assert found["accuracy"]["oracle"] > 80
     assert found["accuracy"]["fdc"] > found["accuracy"]["raw"]
+    fdc = ("-m", "fdc_jax")
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "FDC_JAX_CACHE": str(cache)}
+    learner = "--learner=linear_probe"
+    for words in (
+        ("export", "runs/probe", "model", learner),
+        ("paper", "--benchmarks=digits", "--learners=linear_probe", "--seeds=1", *SMALL),
+    ):
+        small_runs.python(*fdc, *words, cwd=tmp_path, env=environment)
+    results = small_runs.results(tmp_path / "runs/paper/digits/linear_probe/seed_1")
+    assert results["learner"] == "linear_probe"
+    assert (tmp_path / "runs/paper/digits/linear_probe/seed_1/latency.json").exists()

@@ -1,15 +1,19 @@
 """Class-incremental learners, one file each; `learner.py` defines their interface.
 
-A learner's name is that of its file or, outside this folder, the dotted name of its module.
+A learner's name is that of its file. Outside this folder it is the dotted name of an importable
+module, or of a file below the current directory: `probes.linear` is `probes/linear.py`.
 """
 
 import dataclasses
 import functools
 import importlib
+import importlib.util
+import os
 import pkgutil
 import sys
 import types
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -58,17 +62,25 @@ def find(name: str, field: str = "config.learner.name") -> type[Learner]:
 
 def _import(name: str, field: str) -> type[Learner]:
     """Returns the learner of a module outside the package."""
+    dotted = name.removesuffix(".py").replace("/", ".")
+    file = Path(*dotted.split(".")).absolute().with_suffix(".py")
+    module = None
     try:
-        module = importlib.import_module(name)
+        if name == dotted and all(map(str.isidentifier, name.split("."))):
+            module = _importable(name) or _read(name, file)
     except InputError:
         raise
     except Exception as error:
-        if isinstance(error, ImportError | ValueError) and getattr(error, "name", name) == name:
-            raise InputError(
-                f"{field}: expected one of {', '.join(names())} or an importable module, "
-                f"found {name!r} ({error}){nearest(name, names())}"
-            ) from error
         raise InputError(f"{field}: {name}: {origin(error)}") from error
+    if module is None:
+        known = names() if name == dotted else (dotted,)
+        raise InputError(
+            f"{field}: expected one of {', '.join(names())}, an importable module, or one of the "
+            f"current folder ({file}), found {name!r}{nearest(name, known)}"
+        )
+    source = getattr(module, "__file__", None) or ""
+    if file.is_file() and os.path.realpath(source) != os.path.realpath(file):
+        raise InputError(f"{field}: {name}: expected one file, found {source} and {file}")
     learner, field = _defined_in(module), f"{field}: {name}:"
     if learner is None:
         raise InputError(f"{field} expected a class derived from Learner, found none")
@@ -80,6 +92,30 @@ def _import(name: str, field: str) -> type[Learner]:
             "@dataclasses.dataclass(frozen=True)"
         )
     return learner
+
+
+def _importable(name: str) -> types.ModuleType | None:
+    """Returns a module of the search path, on which no command has the current folder, or None."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+def _read(name: str, file: Path) -> types.ModuleType | None:
+    """Returns a module from its file alone, not from bytecode beside it; None if missing."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    if not file.is_file() or spec is None:
+        return None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        exec(compile(file.read_bytes(), file, "exec", dont_inherit=True), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _imported(name: str) -> type[Learner]:

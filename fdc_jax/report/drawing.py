@@ -1,5 +1,6 @@
 """Style, colours, panels and legends of all figures, without pyplot and global state."""
 
+import contextlib
 import io
 import itertools
 from collections.abc import Iterable
@@ -7,14 +8,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from jaxtyping import Float
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.backend_bases import get_registered_canvas_class
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy import ndarray
+
+# matplotlib reads `matplotlibrc` in the current folder, which may be a stranger's.
+with contextlib.chdir(Path(__file__).parent):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.backend_bases import get_registered_canvas_class
+    from matplotlib.cm import ScalarMappable as ScalarMappable
+    from matplotlib.colors import Normalize as Normalize
+    from matplotlib.colors import PowerNorm as PowerNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 # Inches.
 COLUMN, PAGE = 3.3, 6.75

@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize, PowerNorm
-from matplotlib.figure import Figure
 
 from fdc_jax import evaluation
 from fdc_jax.machine.files import read_json, write_atomically, write_text
 from fdc_jax.report import diagnostics, drawing, formatting
+from fdc_jax.report.drawing import Figure, Normalize, PowerNorm, ScalarMappable
 from fdc_jax.report.runs import Group, predictions
 
 _TEXTS: dict[str, dict[str, str]] = read_json(Path(__file__).with_name("figures.json"))

@@ -77,7 +77,7 @@ def load(name: str) -> Config:
     """
     file, *word = name.split(":", 1)
     path, known = Path(file), named()
-    if not path.is_file():
+    if file in known or not path.is_file():  # A bare name is never a file of the current folder.
         if path.stem not in known or str(path) not in (path.stem, f"configs/{path.stem}.py"):
             text = f"expected a file, or one of {', '.join(known)}; found {file}"
             raise InputError(text + nearest(path.stem, known))

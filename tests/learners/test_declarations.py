@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import py_compile
 import re
 import sys
 import types
@@ -96,6 +97,76 @@ def test_an_error_in_a_users_file_is_placed(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text)
         with pytest.raises(InputError, match=rf"learner.name: {name}: .*{name}.py, {message}"):
             learners.find(name)
+
+
+PROBE = """
+from fdc_jax.learners import Learner
+class Probe(Learner):
+    title = "Probe {}"
+"""
+
+
+@pytest.fixture
+def forgotten():
+    """Removes the modules that a test loads."""
+    before = {*sys.modules}
+    yield
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["probe_of_a_user", "probes_of_a_user.linear"])
+def test_a_learner_is_loaded_from_its_file(name, tmp_path, monkeypatch, forgotten):
+    file = (tmp_path / name.replace(".", "/")).with_suffix(".py")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(PROBE.format(1))
+    monkeypatch.chdir(tmp_path)
+    assert learners.find(name).title == learners.title(name) == "Probe 1"
+    with pytest.raises(InputError, match=f"did you mean {name}"):
+        learners.find(str(file.relative_to(tmp_path)))
+
+
+def test_a_missing_learner_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("absent", "absent.probe", "", "..", "absent/probe.py"):
+        with pytest.raises(InputError, match=r"config\.learner\.name: expected one of ") as error:
+            learners.find(name)
+        if name.startswith("absent"):
+            dotted = name.removesuffix(".py").replace("/", ".")
+            assert str(tmp_path / f"{dotted.replace('.', '/')}.py") in str(error.value)
+
+
+def test_a_learners_file_imports_nothing_beside_it(tmp_path, monkeypatch, forgotten):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_it.py").write_text("")
+    (tmp_path / "of_a_user.py").write_text("import beside_it\n" + PROBE)
+    with pytest.raises(InputError, match=r"of_a_user.py, line 1: ModuleNotFoundError"):
+        learners.find("of_a_user")
+    assert "of_a_user" not in sys.modules
+    monkeypatch.syspath_prepend(tmp_path)
+    learners.find("of_a_user")
+
+
+def test_bytecode_beside_a_learner_is_not_run(tmp_path, monkeypatch, forgotten):
+    file = tmp_path / "with_bytecode.py"
+    file.write_text(PROBE.format("other"))
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(file), invalidation_mode=mode)
+    file.write_text(PROBE.format("source"))
+    monkeypatch.chdir(tmp_path)
+    assert learners.find("with_bytecode").title == "Probe source"
+
+
+def test_two_files_of_one_name_are_refused(tmp_path, monkeypatch, forgotten):
+    for folder in ("installed", "current"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "of_both.py").write_text(PROBE.format(folder))
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.chdir(tmp_path / "current")
+    with pytest.raises(InputError, match=r"of_both: expected one file, found .*installed.* and "):
+        learners.find("of_both")
+    monkeypatch.chdir(tmp_path)
+    assert learners.find("of_both").title == "Probe installed"
 
 
 STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}

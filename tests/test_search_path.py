@@ -1,0 +1,95 @@
+"""Files of a stranger in the current folder: no command takes them for modules."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fdc_jax import export
+from tests import small_runs
+
+# Optional modules of libraries, and modules that the standard library or a finder would load.
+OPTIONAL = ("pytz", "pillow_heif", "numexpr", "zstandard", "bottleneck", "numba")
+TRAP = "with open({marker!r}, 'a') as file:\n    file.write(__name__ + '\\n')\n"
+# A name in a call, which matplotlib before 3.10 evaluates.
+SETTINGS = "axes.prop_cycle: cycler(unknown, ['r'])\n"
+
+
+@pytest.fixture(scope="module")
+def loaded_by_python():
+    """Names of the modules that `python -m` loads before it runs the first line of a module."""
+    words = [sys.executable, "-P", "-c", "import runpy, sys; print(*sys.modules)"]
+    printed = subprocess.run(words, capture_output=True, check=True, text=True).stdout
+    return {name.partition(".")[0] for name in printed.split()}
+
+
+@pytest.fixture
+def stranger(whole, tmp_path, loaded_by_python):
+    """A folder with an export, an image, and files named as modules that write a marker."""
+    folder, marker = tmp_path / "stranger", tmp_path / "marker"
+    export.write(whole, folder / "model")
+    run = export.open_run(whole)
+    run.tasks.test.image(0).save(folder / "image.png")
+    trap = TRAP.format(marker=str(marker))
+    names = {*OPTIONAL, *sys.stdlib_module_names} - loaded_by_python - {"__main__"}
+    for name in names:
+        (folder / f"{name}.py").write_text(trap)
+    for path in ("jax_plugins/x/__init__.py", "entered.py"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(trap)
+    information = folder / "entered-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: entered\nVersion: 1\n")
+    groups = ("jax_plugins", "pandas_plotting_backends", "tensorflow_datasets", "orbax")
+    entries = [f"[{group}]\nx = entered\n" for group in groups]
+    (information / "entry_points.txt").write_text("\n".join(entries))
+    (folder / "matplotlibrc").write_text(SETTINGS)
+    (folder / "digits").write_text(trap)
+    return folder
+
+
+def run_in(folder, cache, *words, path=(str(small_runs.REPOSITORY),), code=0):
+    """Runs Python in a folder; returns its errors and the traps that ran."""
+    variables = {"PYTHONPATH": os.pathsep.join(path), "FDC_JAX_CACHE": str(cache)}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | variables
+    words = [sys.executable, *map(str, words)]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    marker = folder.parent / "marker"
+    assert not marker.exists(), (words, sorted({*marker.read_text().split()}))
+    assert done.returncode == code, done.stderr
+    assert "matplotlibrc" not in done.stderr
+    return done
+
+
+SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
+COMMANDS = {
+    "--help": ["--help"],
+    "--version": ["--version"],
+    "predict": ["predict", "model", "image.png", "--html=page.html"],
+    "posthoc": ["posthoc", "example", "--output=scores.npz"],
+    "latency --help": ["latency", "--help"],
+    "export": ["export", "model", "again"],
+    "report": ["report", "model", "--output=page", "--sweep=none"],
+    "run": ["run", "--config=digits", *SMALL, "--workdir=mine"],
+    "paper": ["paper", "--benchmarks=digits", "--learners=cumulative_lora", "--seeds=1", *SMALL],
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_runs_files_of_the_current_folder(name, stranger, cache):
+    run_in(stranger, cache, "-m", "fdc_jax", *COMMANDS[name])
+
+
+def test_modules_of_the_current_folder_do_not_run(stranger, cache, tmp_path):
+    help_of_run = ["run", "--help"]
+    run_in(stranger, cache, "-m", "fdc_jax", *help_of_run)
+    run_in(stranger, cache, small_runs.REPOSITORY / "main.py", "--help", path=())
+    # An empty entry is the current folder for Python, too.
+    path = ("", str(small_runs.REPOSITORY))
+    run_in(stranger, cache, "-m", "fdc_jax", *help_of_run, path=path)
+    script = tmp_path / "fdc"
+    script.write_text("from fdc_jax.__main__ import main\nmain()\n")
+    run_in(stranger, cache, script, *help_of_run, path=path)
+    run_in(stranger, cache, "-m", "fdc_jax.latency", code=1)
