@@ -82,10 +82,11 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
     needed, needed_longer = paper.needs(runs, {}), paper.needs([runs[0], *longer[1:]], {})
     assert needed[0] == (0, 0)
     timing = small_runs.results(whole)["timing"]
-    parts = ("training", "compile", "test_extraction")
+    parts = ("training", "compile", "test_extraction", "extraction_compile")
     parts += tuple(f"{view}_extraction" for view in ("adapted", "pretrained", "previous"))
     spent = sum(timing[f"{part}_seconds"] for part in parts)
     spent += sum(timing["fit_seconds"].values()) + sum(timing["score_seconds"].values())
+    spent += sum(timing["fit_compile_seconds"].values())
     assert needed[1][0] * 3600 == pytest.approx(spent)
     # Two epochs of 120 images, and 120 + 0.5 * 60 * 1.5 forward passes as half of one.
     ratio = needed_longer[1][0] / needed[1][0]

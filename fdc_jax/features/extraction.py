@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ _IN_FLIGHT = 2
 
 
 class Extraction(NamedTuple):
-    """Features, and the seconds that decoding and encoding took when they were computed."""
+    """Features, and the seconds of decoding and encoding, without compilation."""
 
     features: Float[np.ndarray, "n d"]
     seconds: float
@@ -73,13 +72,13 @@ class Extractor:
             batches: images in evaluation preprocessing.
             poll: called before every batch; raises to stop.
         """
-        start = time.perf_counter()
+        watch = devices.Stopwatch()
         parts: list[list[Any]] = [[np.zeros((0, self._width), np.float32)] for _ in views]
         for features in self.stream(backbone, views, batches, poll):
             for rows, part in zip(parts, features, strict=True):
                 rows.append(part)
         by_view = [np.concatenate(rows) for rows in parts]
-        seconds = (time.perf_counter() - start) / len(views)
+        seconds = watch.read().seconds / len(views)
         return [Extraction(features, seconds) for features in by_view]
 
     def stream(

@@ -4,9 +4,10 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import sys
+import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -143,6 +144,37 @@ def peak_rise(before: int | None) -> int | None:
     """Returns the bytes by which the peak has risen since `peak_memory`, None on a CPU."""
     now = peak_memory()
     return None if before is None or now is None else now - before
+
+
+_compilation = {"seconds": 0.0}  # of this process
+
+
+def _count(event: str, seconds: float, **_: Any) -> None:
+    """Adds up the seconds of JAX's events about tracing, lowering and compiling."""
+    if event.startswith("/jax/core/compile/"):
+        _compilation["seconds"] += seconds
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+class Elapsed(NamedTuple):
+    """Seconds of work; those of the compilation of its programs stand apart."""
+
+    seconds: float
+    compile_seconds: float
+
+
+class Stopwatch:
+    """Measures the time since it was made."""
+
+    def __init__(self) -> None:
+        self._start, self._compiled = time.perf_counter(), _compilation["seconds"]
+
+    def read(self) -> Elapsed:
+        """Returns the seconds so far, without and of compilation."""
+        compiled = _compilation["seconds"] - self._compiled
+        return Elapsed(max(time.perf_counter() - self._start - compiled, 0.0), compiled)
 
 
 def describe() -> str:

@@ -11,6 +11,7 @@ from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import FDC, Calibrator, Scores
 from fdc_jax.calibration.inputs import NotApplicable
 from fdc_jax.features.feature_files import FeatureSet
+from fdc_jax.machine import devices
 from fdc_jax.machine.versions import versions
 
 
@@ -20,7 +21,7 @@ class Outcome(NamedTuple):
     name: str
     calibrator: Calibrator
     components: dict[str, Scores]
-    fit_seconds: float
+    fit: devices.Elapsed
     score_seconds: float
 
     @property
@@ -36,16 +37,17 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
     this kind, and InputError if they are damaged.
     """
     calibrator = calibration.make(name, **settings)
-    start = time.perf_counter()
+    watch = devices.Stopwatch()
     features.fit(calibrator)
-    fitted = time.perf_counter()
+    fit = watch.read()
+    start = time.perf_counter()
     components = calibrator.components(features.test_adapted, features.test_pretrained)
-    scored = time.perf_counter()
+    score_seconds = time.perf_counter() - start
     unscored = ~np.isfinite(components["full"].task_scores).any(axis=1)
     if unscored.any():
         row = int(np.argmax(unscored))
         raise NotApplicable(f"test_adapted: row {row} has no finite score by {name}")
-    return Outcome(name, calibrator, components, fitted - start, scored - fitted)
+    return Outcome(name, calibrator, components, fit, score_seconds)
 
 
 def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
@@ -64,7 +66,8 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
         "storage_bytes": {name: fit.calibrator.storage_bytes for name, fit in outcomes.items()},
         "notes": {n: fit.calibrator.note for n, fit in outcomes.items() if fit.calibrator.note},
         "timing": {
-            "fit_seconds": {name: outcome.fit_seconds for name, outcome in outcomes.items()},
+            "fit_seconds": {name: outcome.fit.seconds for name, outcome in outcomes.items()},
+            "fit_compile_seconds": {n: fit.fit.compile_seconds for n, fit in outcomes.items()},
             "score_seconds": {name: outcome.score_seconds for name, outcome in outcomes.items()},
         },
         "device": jax.devices()[0].device_kind,

@@ -29,6 +29,7 @@ _FEW_IMAGES = 4  # images of a timed step on a CPU, whose speed depends little o
 _PARTS = (
     *("training", "compile", "adapted_extraction", "pretrained_extraction"),
     *("previous_extraction", "test_extraction", "fit", "score"),
+    *("extraction_compile", "fit_compile"),  # not in results of earlier versions
 )
 
 
@@ -80,7 +81,7 @@ def seconds_per_pass(results: Mapping[str, Any]) -> float | None:
     """Returns the seconds of a pass of a finished run; None if its times are unknown."""
     if (timing := results["timing"]) is None:
         return None
-    seconds = sum(jax.tree.leaves([timing[f"{part}_seconds"] for part in _PARTS]))
+    seconds = sum(jax.tree.leaves([timing.get(f"{part}_seconds") for part in _PARTS]))
     counts = (results[f"num_{name}"] for name in ("train_images", "test_images", "tasks"))
     return seconds / passes(results["config"], Size(*counts))
 

@@ -165,8 +165,9 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
 
 def extract(work: Work, task: int, encoder: Any, head: Any) -> tuple[TaskFeatures, Seconds]:
     """Returns the features that calibrators are fitted on, and the seconds taken (line 4)."""
-    tasks = work.setup.tasks
+    tasks, watch = work.setup.tasks, devices.Stopwatch()
     adapted, pretrained = work.images.train_features(task, encoder)
+    compiled = watch.read().compile_seconds
     features = TaskFeatures(
         adapted=adapted.features,
         pretrained=pretrained and pretrained.features,
@@ -176,6 +177,7 @@ def extract(work: Work, task: int, encoder: Any, head: Any) -> tuple[TaskFeature
         previous=work.store.previous(task),
     )
     return features, {
+        "extraction_compile_seconds": compiled,
         "adapted_extraction_seconds": adapted.seconds,
         "pretrained_extraction_seconds": pretrained.seconds if pretrained else 0.0,
         "pretrained_from_cache": float(bool(pretrained and pretrained.from_cache)),
@@ -185,15 +187,18 @@ def extract(work: Work, task: int, encoder: Any, head: Any) -> tuple[TaskFeature
 def fit(
     calibrators: dict[str, Any], features: TaskFeatures
 ) -> tuple[dict[str, Seconds], dict[str, int | None]]:
-    """Fits calibrators on a task; returns seconds and rises of the memory peak, by name."""
-    seconds, rises = {}, {}
+    """Fits calibrators on a task.
+
+    Returns by name the seconds without and of compilation, and the rises of the memory peak.
+    """
+    seconds, compiled, rises = {}, {}, {}
     for name, calibrator in calibrators.items():
-        peak, clock = devices.peak_memory(), time.perf_counter()
+        peak, watch = devices.peak_memory(), devices.Stopwatch()
         features.fit(calibrator)
         calibrator.finalize()
-        seconds[name] = time.perf_counter() - clock
+        seconds[name], compiled[name] = watch.read()
         rises[name] = devices.peak_rise(peak)
-    return {"fit_seconds": seconds}, rises
+    return {"fit_seconds": seconds, "fit_compile_seconds": compiled}, rises
 
 
 def evaluate(

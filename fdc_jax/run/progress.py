@@ -95,13 +95,14 @@ class StepLog:
 
     def _restart(self, first: int) -> None:
         self._first, self._clock = first, time.perf_counter()
+        self._watch = devices.Stopwatch()
         self._waited = self._batches.input_wait_seconds
 
     def step(self, step: int, loss: Any, batch: Batch) -> None:
         """Checks the loss of the step before while this step runs."""
         if not self._compiled:
             loss.block_until_ready()
-            self._time["compile_seconds"] += time.perf_counter() - self._clock
+            self._time["compile_seconds"] += sum(self._watch.read())
             self._restart(step + 1)
             self._compiled = True
         else:
@@ -146,7 +147,9 @@ class StepLog:
     def end(self) -> None:
         """Adds up the time of the task and measures its peak memory."""
         self.peak_memory = devices.peak_memory()
-        self._time["seconds"] += time.perf_counter() - self._clock
+        elapsed = self._watch.read()
+        self._time["seconds"] += elapsed.seconds
+        self._time["compile_seconds"] += elapsed.compile_seconds
         self._time["input_wait_seconds"] += self._batches.input_wait_seconds - self._waited
 
     def cursor(self, tasks_done: int, step: int) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Algorithm 1 from start to end: stopped anywhere it goes on to the same numbers."""
 
 import shutil
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -9,7 +11,10 @@ import fdc_jax
 from fdc_jax.data.batches import ByteCache, evaluation_images
 from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.features import feature_files
+from fdc_jax.features.feature_files import TaskFeatures
+from fdc_jax.machine import devices
 from fdc_jax.posthoc import command as posthoc
+from fdc_jax.run import experiment
 from tests import small_runs
 from tests.model import encoders
 from tests.small_runs import config, events, predictions, results, run, same_outcome, stopped
@@ -120,6 +125,26 @@ def test_the_steps_of_every_task_are_taken_once(whole):
     for name in ("fit", "score"):
         assert timing[f"{name}_seconds"].keys() == {"fdc", "gaussians"}
         assert min(timing[f"{name}_seconds"].values()) > 0
+
+
+class Compiles:
+    """A calibrator that compiles a program in every fit."""
+
+    def fit_task(self, *arguments, **others):
+        jax.jit(lambda values: values + len(arguments))(np.ones(3)).block_until_ready()
+
+    def finalize(self):
+        pass
+
+
+def test_the_compilation_of_a_fit_stands_apart(monkeypatch):
+    clock = SimpleNamespace(perf_counter=iter([10.0, 1010.0]).__next__)
+    monkeypatch.setattr(devices, "time", clock)
+    features = TaskFeatures(np.ones((2, 3)), None, np.arange(2), None, np.arange(2))
+    timing, _ = experiment.fit({"fdc": Compiles()}, features)
+    compiled = timing["fit_compile_seconds"]["fdc"]
+    assert compiled > 0
+    assert timing["fit_seconds"]["fdc"] == pytest.approx(1000 - compiled)
 
 
 @pytest.mark.ci
