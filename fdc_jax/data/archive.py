@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import check_directory, foreign, open_regular, write_folder_atomically
+from fdc_jax.machine.files import (
+    check_directory,
+    file_state,
+    foreign,
+    open_regular,
+    write_folder_atomically,
+)
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 # Image files are hardly compressible: an archive that grows more is an attack on the disk.
@@ -26,21 +32,20 @@ def stem(name: str) -> str:
 def unpack(archive: Path, cache: Path) -> Path:
     """Returns the folder in `cache` with the contents of an archive, unpacked unless it is there.
 
-    The folder's name depends on path, size and modification time of the archive.
+    The folder's name depends on path and state (`files.file_state`) of the archive.
 
     Raises:
         InputError: the file is no archive, is damaged, would write outside the folder, or would
             need more than the free disk space or `_LARGEST_RATIO` times its size.
     """
-    status = archive.stat()
-    state = f"{os.path.abspath(archive)} {status.st_size} {status.st_mtime_ns}"
+    state = f"{os.path.abspath(archive)} {file_state(archive)}"
     digits = hashlib.sha256(os.fsencode(state)).hexdigest()[:16]
     folder = cache / f"{stem(archive.name)[:50]}-{digits}"
     if folder.is_dir():
         return folder
     with write_folder_atomically(folder) as unfinished:
         free = shutil.disk_usage(unfinished).free
-        allowed = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * status.st_size)
+        allowed = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * archive.stat().st_size)
         try:
             for total in itertools.accumulate(_extracted(archive, unfinished)):
                 if total > min(free, allowed):

@@ -1,6 +1,6 @@
 """Folders of images as data sets: search, division into train and test, hashes of pixels.
 
-Hashes stay in the cache with size and modification time of their file, so that only new and
+Hashes stay in the cache with the state of their file (`files.file_state`), so that only new and
 changed images are decoded again.
 """
 
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from fdc_jax.data import benchmarks, images
 from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import open_regular, read_json, write_json
+from fdc_jax.machine.files import FileState, file_state, open_regular, read_json, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -278,15 +278,14 @@ def _pixel_hashes(
 
     `store` is the file that remembers hashes; it is written even if the pass is interrupted.
     """
-    remembered: dict[str, tuple[int, int, str]] = {}
+    remembered: dict[str, tuple[FileState, str]] = {}
     with contextlib.suppress(InputError, msgspec.ValidationError):  # A damaged file is replaced.
-        remembered = msgspec.convert(read_json(store), dict[str, tuple[int, int, _Checksum]])
+        remembered = msgspec.convert(read_json(store), dict[str, tuple[FileState, _Checksum]])
     states, hashes = {}, {}
     for path in (file.path for file in files):
-        status = path.stat()
-        states[path] = (status.st_size, status.st_mtime_ns)
-        *state, pixels = remembered.get(str(path), ("",))
-        if tuple(state) == states[path]:
+        states[path] = file_state(path)
+        state, pixels = remembered.get(str(path), (None, ""))
+        if state == states[path]:
             hashes[path] = bytes.fromhex(pixels)
     new = [path for path in states if path not in hashes]
     if not new:
@@ -306,7 +305,7 @@ def _pixel_hashes(
         collections.deque(tqdm(pool.map(decode, new), name, len(new), **bar), maxlen=0)
     finally:
         pool.shutdown(cancel_futures=True)
-        write_json(store, {str(path): (*states[path], hashes[path].hex()) for path in [*hashes]})
+        write_json(store, {str(path): (states[path], hashes[path].hex()) for path in [*hashes]})
     if unreadable:
         raise InputError(
             f"{name}: {len(unreadable)} of {counted(len(files), 'image')} cannot be read: "

@@ -19,7 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import filelock
 import numpy as np
@@ -49,10 +49,15 @@ def sha256(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def file_state(path: str | os.PathLike[str]) -> tuple[int, int, int, int]:
-    """Returns size, inode, and times of modification and change (ns), which a new content changes.
+# Size, inode, and times of modification and of change in nanoseconds.
+FileState: TypeAlias = tuple[int, int, int, int]
 
-    A program can set the time of modification, but not that of the change of the inode.
+
+def file_state(path: str | os.PathLike[str]) -> FileState:
+    """Returns the state of a file; two states of a path are equal only if the bytes are.
+
+    Size and time of modification can be those of another file (`cp -p`, `rsync -t`, two folders
+    that change their names). The inode is the file's own, and no program sets the time of change.
     """
     status = os.stat(path)
     return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns

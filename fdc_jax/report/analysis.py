@@ -19,7 +19,7 @@ from fdc_jax.calibration import FDC, Settings
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
-from fdc_jax.machine.files import user_cache
+from fdc_jax.machine.files import file_state, user_cache
 from fdc_jax.report import diagnostics
 
 Sweep = Mapping[str, Sequence[float]]
@@ -122,20 +122,19 @@ def _code() -> str:
 
 def _kept(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     """Returns `function(folder, *arguments)`, from the cache if features and code are the same."""
-    test = folder / "test_adapted.npy"
-    changed = test.stat().st_mtime_ns if test.exists() else 0
+    states = {path.name: file_state(path) for path in sorted(folder.glob("*.npy"))}
     folder = folder.absolute()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="joblib")
             memory: Any = joblib.Memory(user_cache() / "report", verbose=0)
-            return memory.cache(_called)(function, folder, changed, _code(), *arguments)
+            return memory.cache(_called)(function, folder, states, _code(), *arguments)
     except OSError:  # The disk of the cache is full, for instance.
         return function(folder, *arguments)
 
 
 def _called(
-    function: Callable[..., Any], folder: Path, changed: int, code: str, *arguments: Any
+    function: Callable[..., Any], folder: Path, states: Any, code: str, *arguments: Any
 ) -> Any:
     return function(folder, *arguments)
 

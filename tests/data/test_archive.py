@@ -44,6 +44,19 @@ def test_an_archive_is_unpacked_once_until_it_changes(tmp_path, pack, name):
     assert (folder / "top/a/1.txt").read_bytes() == b"another content"
 
 
+def test_archives_of_one_size_and_date_are_told_apart(tmp_path):
+    path, other = tmp_path / "o.zip", tmp_path / "other"
+    pack_zip(path, b"one" * 100)
+    pack_zip(other, b"two" * 100)
+    shutil.copystat(path, other)
+    assert path.stat().st_size == other.stat().st_size
+    first = archive.unpack(path, tmp_path / "cache")
+    other.rename(path)
+    second = archive.unpack(path, tmp_path / "cache")
+    assert (first / "top/a/1.txt").read_bytes() == b"one" * 100
+    assert (second / "top/a/1.txt").read_bytes() == b"two" * 100
+
+
 @PACKED
 def test_damaged_archives(tmp_path, pack, name):
     pack(tmp_path / name, os.urandom(5000))

@@ -245,6 +245,54 @@ def test_only_what_is_new_or_changed_is_looked_at(divided, opened, monkeypatch, 
     assert len(json.loads(kept.read_text())) == 17
 
 
+def swap_by_name(first, second):
+    first.rename(first.parent / "aside")
+    second.rename(first)
+    (first.parent / "aside").rename(second)
+
+
+def swap_contents(first, second):
+    for path in first.iterdir():
+        other = second / path.name
+        contents, states = (path.read_bytes(), other.read_bytes()), (path.stat(), other.stat())
+        for file, content, state in zip((other, path), contents, reversed(states), strict=True):
+            file.write_bytes(content)
+            os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def swap_by_copy(first, second):
+    shutil.copytree(first, first.parent / "copy")
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
+    shutil.rmtree(second)
+    shutil.copytree(first.parent / "copy", second)
+    shutil.rmtree(first.parent / "copy")
+
+
+@pytest.mark.parametrize("swap", [swap_by_name, swap_contents, swap_by_copy])
+@pytest.mark.parametrize("same_dates", [False, True])
+def test_images_of_one_size_are_told_apart_by_content(tmp_path, opened, photo, swap, same_dates):
+    root = tmp_path / "bitmaps"
+    for label, name in enumerate(("ant", "bee")):
+        for split, numbers in (("train", (0, 1)), ("test", (2,))):
+            (root / split / name).mkdir(parents=True)
+            for number in numbers:
+                path = root / split / name / f"{number}.bmp"
+                photo(8, 6, 10 * label + number).save(path)
+                if same_dates:
+                    os.utime(path, ns=(10**18, 10**18))
+    before = class_checksums(*opened(root))
+    hashes = [split.pixel_hashes() for split in opened(root)]
+    swap(root / "train/ant", root / "train/bee")
+    train, test = opened(root)
+    assert train.pixel_hashes() == hashes[0][2:] + hashes[0][:2]
+    assert test.pixel_hashes() == hashes[1]
+    assert {name for name in before if class_checksums(train, test)[name] != before[name]} == {
+        "ant",
+        "bee",
+    }
+
+
 def test_orientation_is_applied_to_images_of_ones_own(divided, opened, photo):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from PIL import ImageOps
 
 from fdc_jax.data import images, sources
 from fdc_jax.errors import InputError
@@ -164,6 +165,25 @@ def test_one_look_is_kept_until_the_data_change(tmp_path, prepare, opened, monke
     assert len(set(found)) == 1
     (folder / "label.labels.txt").write_text("rose\ntulip\nlily\n")
     assert looks() == 0 and found[-1][1] != found[0][1]
+
+
+@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+def test_shards_of_one_size_and_date_are_told_apart(prepare, opened, encode, file_format):
+    def bitmap(image):
+        return encode(image, "BMP")
+
+    first, _ = prepare("flowers/1.0.0", file_format, encoded=bitmap)
+    second, _ = prepare(
+        "others/1.0.0", file_format, encoded=lambda image: bitmap(ImageOps.flip(image))
+    )
+    before = opened()[0].checksum
+    for path in second.glob("flowers-*"):
+        assert path.stat().st_size == (first / path.name).stat().st_size
+        shutil.copystat(first / path.name, path)
+        path.rename(first / path.name)
+    train = opened()[0]
+    expected = [images.pixels_sha256(np.asarray(train.image(i))) for i in range(6)]
+    assert train.pixel_hashes() == expected and train.checksum != before
 
 
 def test_which_data_are_refused(tmp_path, prepare, opened):

@@ -1,6 +1,7 @@
 """What is computed anew from the features of a run: sweeps, and what is missing."""
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -135,3 +136,21 @@ def test_results_do_without_a_cache_that_cannot_be_written(tmp_path, monkeypatch
     monkeypatch.setattr(analysis, "user_cache", lambda: tmp_path / "file")
     write_features(tmp_path, feature_set())
     assert len(analysis._kept(analysis._untrained, tmp_path)[1]) == len(analysis.UNTRAINED)
+
+
+def test_analyses_follow_features_whose_dates_stay(tmp_path, monkeypatch):
+    features = feature_set()
+    monkeypatch.setattr(analysis, "user_cache", lambda: tmp_path / "cache")
+
+    def labels_seen(folder):
+        return analysis.feature_files.load(folder).test_labels
+
+    write_features(tmp_path / "features", features)
+    path = tmp_path / "features" / "test_labels.npy"
+    status = path.stat()
+    before = analysis._kept(labels_seen, tmp_path / "features")
+    np.testing.assert_array_equal(before, features.test_labels)
+    np.save(path, features.test_labels[::-1])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    actual = analysis._kept(labels_seen, tmp_path / "features")
+    np.testing.assert_array_equal(actual, features.test_labels[::-1])
