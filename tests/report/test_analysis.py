@@ -138,13 +138,13 @@ def test_results_do_without_a_cache_that_cannot_be_written(tmp_path, monkeypatch
     assert len(analysis._kept(analysis._untrained, tmp_path)[1]) == len(analysis.UNTRAINED)
 
 
+def labels_seen(folder):
+    return np.load(folder / "test_labels.npy")
+
+
 def test_analyses_follow_features_whose_dates_stay(tmp_path, monkeypatch):
     features = feature_set()
     monkeypatch.setattr(analysis, "user_cache", lambda: tmp_path / "cache")
-
-    def labels_seen(folder):
-        return analysis.feature_files.load(folder).test_labels
-
     write_features(tmp_path / "features", features)
     path = tmp_path / "features" / "test_labels.npy"
     status = path.stat()
