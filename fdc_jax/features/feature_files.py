@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
@@ -19,7 +18,7 @@ from numpy.typing import ArrayLike
 from fdc_jax import heads
 from fdc_jax.calibration import inputs
 from fdc_jax.errors import InputError, did_you_mean, nearest
-from fdc_jax.machine.files import named_path, read_folder, read_npy, read_npz, write_npy
+from fdc_jax.machine.files import ArrayFolder, named_path, read_npy, read_npz, write_npy
 
 _TYPES: dict[str, Any] = {kind: of_kind for of_kind, kind in heads.KINDS.items()}
 _HEAD = ("head_weight", "head_bias", "head_scale")
@@ -29,8 +28,9 @@ _PER_TASK = (*_TRAIN, "head_classes", *_HEAD, *_FINAL)
 _WHOLE = ("test_adapted", "test_pretrained", "test_labels", "head_kind")
 _TASK_NAME = re.compile(rf"({'|'.join(_PER_TASK)})_(0|[1-9][0-9]{{0,5}})")
 
+_VIEWS = ("adapted", "pretrained", "previous")
 # Names of arrays by the names in messages of calibrators, where tasks count from 0, too.
-_ARRAYS = {f"{view} features": f"train_{view}" for view in ("adapted", "pretrained", "previous")}
+_ARRAYS = {f"{view} features": f"train_{view}" for view in _VIEWS}
 _ARRAYS |= {"labels": "train_labels", "classes": "head_classes"}
 _ARRAYS |= dict.fromkeys(("head weight", "head means", "head"), "head_weight")
 _ARRAYS |= {"head bias": "head_bias", "head scale": "head_scale"}
@@ -56,10 +56,27 @@ class TaskFeatures(NamedTuple):
         calibrator.fit_task(self.adapted, self.labels, self.head, classes=self.classes, **views)
 
 
-class FeatureSet(NamedTuple):
-    """The content of a feature file; arrays of a folder are memory-mapped."""
+class Tasks(Sequence[TaskFeatures]):
+    """The tasks of a feature file; an item of a folder holds memory maps of its features."""
 
-    tasks: tuple[TaskFeatures, ...]
+    def __init__(self, arrays: Arrays, small: Sequence[TaskFeatures]):
+        self._arrays, self._small = arrays, small
+
+    def __len__(self) -> int:
+        return len(self._small)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[t] for t in range(len(self))[index]]
+        t = range(len(self))[index]
+        views = {view: self._arrays.get(f"train_{view}_{t}") for view in _VIEWS}
+        return self._small[t]._replace(**views)
+
+
+class FeatureSet(NamedTuple):
+    """The content of a feature file; features of a folder are memory-mapped."""
+
+    tasks: Sequence[TaskFeatures]
     test_adapted: Float[np.ndarray, "n d"]
     test_pretrained: Float[np.ndarray, "n d2"] | None
     test_labels: Int[np.ndarray, " n"] | None
@@ -123,10 +140,7 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
             message is one line with the file and the array.
     """
     path = named_path("features", path)
-    arrays = read_folder(path) if path.is_dir() else read_npz(path)
-    # NumPy writes bfloat16 as two bytes without a type.
-    untyped = {name: array for name, array in arrays.items() if array.dtype == "V2"}
-    arrays |= {name: array.view(ml_dtypes.bfloat16) for name, array in untyped.items()}
+    arrays = ArrayFolder(path) if path.is_dir() else read_npz(path)
     with errors_of(path):
         return _feature_set(arrays)
 
@@ -157,7 +171,7 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
         inputs.check_new(classes[t], name, classes[:t])
     if (kind := str(arrays.get("head_kind", "linear"))) not in _TYPES:
         raise InputError(did_you_mean("head_kind", kind, _TYPES))
-    tasks = tuple(_task(arrays, t, classes, kind) for t in range(count))
+    tasks = Tasks(arrays, [_small(arrays, t, classes, kind) for t in range(count)])
     test, labels = _features(arrays, "test_adapted"), None
     if "test_labels" in arrays:
         labels = inputs.label_array(arrays["test_labels"], "test_labels")
@@ -220,19 +234,20 @@ def _features(arrays: Arrays, name: str, like: Any = None, like_name: str = "") 
     return array
 
 
-def _task(
+def _small(
     arrays: Arrays, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
 ) -> TaskFeatures:
+    """Returns a task without its features, after checks of their shapes."""
     name, label_name = f"train_adapted_{t}", f"train_labels_{t}"
     adapted, labels = _features(arrays, name), inputs.label_array(arrays[label_name], label_name)
     inputs.same_length(labels, adapted, label_name, name)
-    pretrained = _features(arrays, f"train_pretrained_{t}", adapted, name)
+    _features(arrays, f"train_pretrained_{t}", adapted, name)
     previous = _features(arrays, f"train_previous_{t}")
     if previous is not None and previous.shape != adapted.shape:
         expected = f"shape {[*adapted.shape]} as {name}"
         raise InputError(f"train_previous_{t}: expected {expected}, found {[*previous.shape]}")
     head, final = (_head(arrays, prefix, t, classes, kind) for prefix in ("", "final_"))
-    return TaskFeatures(adapted, pretrained, labels, head, classes[t], final, previous)
+    return TaskFeatures(None, None, labels, head, classes[t], final)
 
 
 def _head(
@@ -255,7 +270,7 @@ def _head(
                 f"weight[{first}:{first + count}] if rows stand task by task, and so for the bias"
             )
         raise InputError(f"{names[0]}: found {rows} rows for the {count} classes of task {t}{hint}")
-    return _TYPES[kind](*(arrays[name] for name in names if name in arrays))
+    return _TYPES[kind](*(np.array(arrays[name]) for name in names if name in arrays))
 
 
 def _array_names(kind: str) -> tuple[str, ...]:

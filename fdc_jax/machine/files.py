@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 import filelock
+import ml_dtypes
 import numpy as np
 import platformdirs
 import safetensors.numpy
@@ -401,13 +402,31 @@ def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str)
 # Arrays ------------------------------------------------------------------------------------------
 
 
-def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Memory-maps every `.npy` file of a folder, by name without suffix; raises InputError."""
-    # Names with a leading dot are files still being written.
-    files = [file for file in sorted(Path(path).glob("*.npy")) if not file.name.startswith(".")]
-    if not files:
-        raise InputError(f"{path}: expected .npy files, found none")
-    return {file.stem: read_npy(file) for file in files}
+class ArrayFolder(Mapping[str, np.ndarray]):
+    """The `.npy` files of a folder by name without suffix; every access makes a memory map.
+
+    A map holds a file descriptor, of which a process may have 256 or 1024, until it is deleted.
+    Raises InputError if there is no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        # Names with a leading dot are files still being written.
+        files = [file for file in sorted(Path(path).glob("*.npy")) if not file.name.startswith(".")]
+        if not files:
+            raise InputError(f"{path}: expected .npy files, found none")
+        self._files = {file.stem: file for file in files}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return read_npy(self._files[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 @contextlib.contextmanager
@@ -426,8 +445,11 @@ def _reading(path: str | os.PathLike[str], suffix: str) -> Iterator[list[str]]:
     # struct.error, MemoryError, ...).
     except Exception as error:
         where = f"{path}: {escaped(names[-1])[:80]}" if names else f"{path}"
-        reason = _reason(error, path)
-        raise InputError(f"{where}: not a readable {suffix} file: {reason}") from error
+        reason, fault = _reason(error, path), f"not a readable {suffix} file"
+        # Parsers seek before the start of a damaged file.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            reason, fault = error.strerror or reason, "cannot be read"
+        raise InputError(f"{where}: {fault}: {reason}") from error
 
 
 def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
@@ -440,7 +462,7 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
         array = np.lib.format.open_memmap(path, mode="r")
         if array.offset + array.nbytes != os.path.getsize(path):
             raise ValueError("it is longer than its header says")
-        return array
+        return _typed(array)
 
 
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -451,8 +473,13 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             check_directory(file, archive.files)
             for name in archive.files:  # zipfile checks the CRC-32 of each array.
                 names.append(name)
-                arrays[name] = np.asarray(archive[name])
+                arrays[name] = _typed(np.asarray(archive[name]))
     return arrays
+
+
+def _typed(array: np.ndarray) -> np.ndarray:
+    """Returns an array of bfloat16, which NumPy writes as two bytes without a type, as such."""
+    return array.view(ml_dtypes.bfloat16) if array.dtype == "V2" else array
 
 
 def check_directory(file: IO[bytes], names: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
-from fdc_jax.machine.files import read_folder, read_json, read_npz, write_json, write_npz
+from fdc_jax.machine.files import ArrayFolder, read_json, read_npz, write_json, write_npz
 from fdc_jax.posthoc import methods
 from fdc_jax.report import console, runs, tables
 from fdc_jax.run.schema import PLANNED
@@ -80,10 +80,10 @@ def write_run(
         "fdc_storage_bytes": results["storage_bytes"].get(FDC.name),
     }
     write_json(folder / "config.json", fields | metadata)
-    arrays = read_folder(source) if source.is_dir() else read_npz(source)
+    arrays: Any = ArrayFolder(source) if source.is_dir() else read_npz(source)
     renumbered = {
-        name: _positions(order, array)
-        for name, array in arrays.items()
+        name: _positions(order, arrays[name])
+        for name in arrays
         if name.startswith(("train_labels", "head_classes", "test_labels"))
     }
     if source.is_dir():  # A folder keeps its features where they are.

@@ -43,12 +43,12 @@ def similarity(features: FeatureSet, calibrator: FDC) -> pd.DataFrame:
     confusion = evaluation.task_confusion(true_tasks, routed, count)
     images = confusion.sum(axis=1, keepdims=True)
     matrices = {"error": 100.0 * confusion / np.maximum(images, 1)}
-    training = [calibrator.terms(task.adapted, task.pretrained) for task in features.tasks]
-    for index, view in enumerate(inputs.VIEWS[: len(calibrator.widths)]):
-        means = [
-            [values.mean(axis=0, dtype=float) for values in terms.standardised(index)]
-            for terms in training
-        ]
+    by_view: list[list[Any]] = [[] for _ in calibrator.widths]
+    for task in features.tasks:
+        terms = calibrator.terms(task.adapted, task.pretrained)
+        for index, means in enumerate(by_view):
+            means.append([of.mean(axis=0, dtype=float) for of in terms.standardised(index)])
+    for view, means in zip(inputs.VIEWS, by_view, strict=False):
         u, q = np.array(means).transpose(1, 0, 2)  # by task of the images, by head
         for kind, fits in (("residual", -u), ("affinity", q)):
             matrices[f"{view}_{kind}"] = fits - np.diag(fits)[:, None]

@@ -1,0 +1,87 @@
+"""Folders with more feature files than a process may open."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fdc_jax.errors import InputError
+from fdc_jax.features import feature_files
+from fdc_jax.machine import files
+from tests.features.test_feature_files import example, save
+
+resource = pytest.importorskip("resource", reason="Windows has no limit of this kind")
+ROOT = Path(__file__).resolve().parents[2]
+TASKS, LIMIT = 60, 100
+PROGRAM = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
+from fdc_jax import calibration
+from fdc_jax.features import feature_files
+from fdc_jax.posthoc.command import main
+from fdc_jax.report import diagnostics
+folder, output = sys.argv[1:]
+features = feature_files.load(folder)
+pairs = diagnostics.similarity(features, features.fit(calibration.make("fdc")))
+print(len(pairs), len(pairs.columns))
+sys.exit(main([folder, "--method=gaussians,ncm-pretrained", f"--output={{output}}", "--quiet"]))
+"""
+
+
+def stream(folder):
+    """Writes tasks with three views of their training images."""
+    rng, arrays = np.random.default_rng(0), example(TASKS)
+    for task in range(1, TASKS):
+        arrays[f"train_previous_{task}"] = rng.normal(size=(5, 4)).astype(np.float32)
+    arrays["test_adapted"] = rng.normal(size=(2 * TASKS, 4)).astype(np.float32)
+    arrays["test_pretrained"] = rng.normal(size=(2 * TASKS, 3)).astype(np.float32)
+    arrays["test_labels"] = np.repeat(10 * np.arange(TASKS), 2) + np.arange(2 * TASKS) % 2
+    return save(folder, arrays)
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc, as Linux has it")
+def test_maps_are_open_only_while_their_task_is_used(tmp_path):
+    before = open_files()
+    features = feature_files.load(stream(tmp_path / "features"))
+    assert open_files() == before + 2  # the test images in both views
+    features.check()
+    assert open_files() == before + 2
+    task = features.tasks[-1]
+    assert open_files() == before + 5
+    assert [type(view) for view in (task.adapted, task.previous)] == [np.memmap] * 2
+    del task
+    assert [len(task.labels) for task in features.tasks[1:3]] == [5, 5]
+    assert open_files() == before + 2
+
+
+@pytest.mark.ci
+def test_a_folder_of_more_tasks_than_files_may_be_open(tmp_path):
+    folder, output = stream(tmp_path / "features"), tmp_path / "o.npz"
+    words = [sys.executable, "-c", PROGRAM, str(folder), str(output)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(TASKS * (TASKS - 1)), "5"]
+    with np.load(output) as result:
+        assert result["scores"].shape == (2 * TASKS, TASKS)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_an_error_of_the_system_is_no_damage(tmp_path, monkeypatch, suffix):
+    path = tmp_path / f"x.{suffix}"
+    path.write_bytes(b"")
+
+    def fail(*arguments, **options):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(np.lib.format, "open_memmap", fail)
+    monkeypatch.setattr(np, "load", fail)
+    read = files.read_npy if suffix == "npy" else files.read_npz
+    with pytest.raises(InputError, match=r": cannot be read: Stale file handle$"):
+        read(path)
