@@ -17,7 +17,7 @@ import jax
 
 from benchmarks import flops, measure, speed, synthetic
 from fdc_jax.model import layouts, vit
-from fdc_jax.run import base
+from fdc_jax.run.config import Config
 
 try:
     import torch  # pyright: ignore[reportMissingImports]
@@ -184,7 +184,7 @@ def training_step(options: Any, expert: bool) -> Iterator[Any]:
     head: Any = torch.nn.Linear(problem.model.variant.width, synthetic.CLASSES)
     head.load_state_dict({k: torch.from_numpy(v) for k, v in problem.head._asdict().items()})
     head.to(device)
-    rates: Any = base.get_config().train
+    rates = Config().train
     ours = [p for p in net.parameters() if p.requires_grad]
     groups = [{"params": ours, "lr": rates.increment_learning_rate}]
     groups.append({"params": [*head.parameters()], "lr": rates.head_learning_rate})

@@ -13,7 +13,7 @@ from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
 from fdc_jax.machine import devices
 from fdc_jax.model import increments, vit
-from fdc_jax.run import base
+from fdc_jax.run import base, configuration
 from fdc_jax.run import setup as setups
 
 RANK = 10
@@ -69,8 +69,9 @@ def learning(
     name: str, model: vit.VisionTransformer, classes_per_task: tuple[int, ...], mesh: Any = None
 ) -> tuple[learners.Learner, training.Update, Any]:
     """Returns a learner with the paper's settings, its update, and its first learning rates."""
-    config: Any = base.get_config()
-    config.learner.name, config.encoder.image_size = name, model.variant.image_size
+    chosen = base.get_config(learner=name)
+    chosen.encoder.image_size = model.variant.image_size
+    config = configuration.typed(chosen)
     learner = setups.make_learner(config, model, classes_per_task, mesh or devices.data_mesh())
     update = learner.update()
     rate = update.schedule(0, config.train.epochs) if update.schedule else 1.0

@@ -4,22 +4,23 @@ Loads no JAX until the command line is parsed, so that `--help` is quick and an 
 """
 
 import ast
-import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import absl.logging
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from fdc_jax import errors
 from fdc_jax.errors import InputError, StopRequest
-from fdc_jax.run import base
+
+if TYPE_CHECKING:  # loads JAX
+    from fdc_jax.run.config import Config
 
 TITLE = "fdc_jax.run"
 FLAGS = flags.FLAGS
@@ -77,11 +78,20 @@ flags.DEFINE_string(
 )
 
 
-def configured(words: Sequence[str]) -> Any:
-    """Returns the configuration of `--config=NAME --config.FIELD=VALUE ...`; raises InputError."""
+def configured(words: Sequence[str]) -> "Config":
+    """Returns the settings of `--config=NAME --config.FIELD=VALUE ...`; raises InputError."""
     values = flags.FlagValues()
     _parsed(values, ["", *words])
-    return values["config"].value
+    return _settings(values)
+
+
+def _settings(values: flags.FlagValues) -> "Config":
+    """Returns the settings of a parsed command line; raises InputError."""
+    from fdc_jax.run import configuration
+
+    if values["config"].value is None:
+        raise InputError(f"--config: expected a file, or one of {', '.join(configuration.named())}")
+    return configuration.typed(values["config"].value)
 
 
 def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
@@ -114,10 +124,6 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
         raise InputError(text) from error
     if rest[1:]:
         raise InputError(f"unexpected argument {rest[1]}")
-    if values["config"].value is None:
-        from fdc_jax.run import configuration
-
-        raise InputError(f"--config: expected a file, or one of {', '.join(configuration.named())}")
 
 
 def parse(argv: list[str]) -> list[str]:
@@ -127,11 +133,11 @@ def parse(argv: list[str]) -> list[str]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ["JAX_ENABLE_X64"] = "0"  # before JAX loads, too
     with errors.Ending(TITLE, "--traceback" in argv) as ending:
-        if {"--help", "-h"} & {*argv}:
-            _define_config(FLAGS, argv[:1])
-            print(usage())
+        words = [word for word in argv if word not in ("--help", "-h")]
+        _parsed(FLAGS, words)
+        if words != argv:
+            print(usage(FLAGS.config))
             sys.exit()
-        _parsed(FLAGS, argv)
         if FLAGS["verbosity"].using_default_value:
             FLAGS.verbosity = absl.logging.WARNING
         return argv[:1]
@@ -144,8 +150,9 @@ def main(stop: StopRequest, argv: list[str]) -> int:
         from fdc_jax.machine import devices, processes
         from fdc_jax.run import seeds
 
-        workdir = f"runs/{_name()}" if FLAGS.workdir is None else FLAGS.workdir
-        settings = FLAGS.config, workdir, FLAGS.quiet
+        config = _settings(FLAGS)
+        workdir = f"runs/{_name(config)}" if FLAGS.workdir is None else FLAGS.workdir
+        settings = config, workdir, FLAGS.quiet
         devices.keep_freed_memory()
         ending.at_once = FLAGS.dry_run  # A stop may leave compiled programs in work behind.
         with errors.plain_warnings(TITLE, FLAGS.quiet), processes.joined(FLAGS.distributed, ending):
@@ -159,7 +166,7 @@ def main(stop: StopRequest, argv: list[str]) -> int:
     return ending.code
 
 
-def show(config: Any, workdir: str, quiet: bool = False) -> None:
+def show(config: "Config", workdir: str, quiet: bool = False) -> None:
     """Prints the accuracies of a finished run and writes its report, if wanted."""
     from fdc_jax import report
     from fdc_jax.report import console, runs
@@ -183,33 +190,17 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
         print("\n".join(lines))
 
 
-def _name() -> str:
+def _name(config: "Config") -> str:
     """Returns the name of a run: that of its configuration's file, or of the user's own images."""
-    from fdc_jax.data import sources
-
     name = Path(config_flags.get_config_filename(FLAGS["config"]).partition(":")[0]).stem
-    config = FLAGS.config
-    return sources.name_of(config.benchmark, config.data.source) if name == "own" else name
+    return config.benchmark if name == "own" else name
 
 
-def usage() -> str:
-    """Returns the flags, and every field of a configuration with its default and comment."""
+def usage(chosen: ConfigDict | None = None) -> str:
+    """Returns the flags, and the fields of a configuration, by default of `base.get_config`."""
+    from fdc_jax.run import base, configuration
+
     lines = [f"usage: {Path(sys.argv[0]).name} --config=NAME [--config.FIELD=VALUE ...]"]
     lines += ["example: python -m fdc_jax run --config=digits --config.train.epochs=5", ""]
     lines += [FLAGS.module_help(sys.modules[__name__]), "", "Fields and their defaults:", ""]
-    for line in inspect.getsource(base.fields).splitlines():
-        if re.match(r"    (#|config\.)", line) and not line.endswith("ConfigDict()"):
-            field = line[4:].replace("_any_type(0)", "0")
-            lines.append("  " + field.replace("config.", "--config.", 1))
-    return "\n".join([*lines, *_options()])
-
-
-def _options() -> Iterator[str]:
-    """Yields lines about the options of the package's learners, from the text of their files."""
-    for path in sorted(Path(__file__).with_name("learners").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.AnnAssign) and isinstance(call := node.value, ast.Call):
-                if ast.unparse(call.func) == "option":
-                    default, _, comment = map(ast.literal_eval, call.args)
-                    name = f"--config.learner.{path.stem}.{ast.unparse(node.target)}"
-                    yield f"  {name} = {default!r}  # {comment}"
+    return "\n".join(lines + configuration.describe(chosen or base.get_config()))

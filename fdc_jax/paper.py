@@ -4,7 +4,6 @@ Every run is a process of `fdc run` in WORKDIR/BENCHMARK/LEARNER/seed_N. A lock 
 lets several `fdc paper` share the work. The exit code is that of the first run that failed.
 """
 
-import functools
 import importlib.util
 import itertools
 import logging
@@ -32,10 +31,10 @@ from fdc_jax.command import configured
 from fdc_jax.data import archive, benchmarks, cifar100
 from fdc_jax.errors import InputError, StopRequest, counted, did_you_mean
 from fdc_jax.machine.files import InUse, check_writable_folder, holder, locked, named_path
-from fdc_jax.model import weights
 from fdc_jax.report import paper
 from fdc_jax.run import configuration, estimate
-from fdc_jax.run.configuration import Config
+from fdc_jax.run import setup as setups
+from fdc_jax.run.config import Config
 from fdc_jax.run.paths import RunPaths
 
 # The table of logit standardisation needs `ls`.
@@ -138,7 +137,6 @@ def plan(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict
             raise InputError(f"--config.{field}: expected --{flag}")
     if not all(map(str.isdecimal, seeds)):
         raise InputError(f"--seeds: expected whole numbers such as 1,2,3, found {options.seeds}")
-    recognise = functools.cache(weights.recognise)
     flags, data, missing, configs = _FLAGS_OF_ALL | overrides, {}, {}, {}
     for benchmark in benchmark_names:
         if benchmark not in benchmarks.BENCHMARKS:
@@ -152,11 +150,7 @@ def plan(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict
         learners.find(learner, "--learners")
         fields = (data[benchmark] | flags).items()
         config = configured([f"--config={benchmark}:{learner}", *map("=".join, fields)])
-        configuration.validate(config)
-        encoder = config.encoder
-        encoder.variant, variant = recognise(encoder.weights, encoder.variant, encoder.heads)
-        encoder.image_size = encoder.image_size or variant.image_size
-        configs[benchmark, learner] = config
+        configs[benchmark, learner], _ = setups.recognise(config)
     runs = []
     for seed, learner, benchmark in itertools.product(seeds, learner_names, benchmark_names):
         folder = Path(options.workdir) / benchmark / learner / f"seed_{seed}"

@@ -21,7 +21,6 @@ from fdc_jax import command
 from fdc_jax.data import sources
 from fdc_jax.errors import Ending, InputError
 from fdc_jax.machine.files import read_json, user_cache
-from fdc_jax.run import configuration
 from fdc_jax.run.setup import open_images
 from league import images, page, records, settings, submissions
 
@@ -73,7 +72,6 @@ def _images(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     _check_new(options.folder)
     config = command.configured([f"--config={settings.__file__}", *options.fields])
-    configuration.validate(config)
     images.export(options.folder, open_images(config))
 
 

@@ -82,7 +82,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
 
 def changes(config: dict[str, Any]) -> str:
     """Returns a sentence with the settings of a run that differ from `settings.py`."""
-    league = configuration.flatten(settings.get_config())
+    league = configuration.flatten(settings.get_config().to_dict())
     said = [
         f"{field} {json.dumps(config[field])}"
         for field in configuration.differences(league, config)

@@ -30,11 +30,11 @@ FIELDS = {
 
 
 def config(cache, **fields):
-    """Returns the configuration with a cache folder; others of its fields with `__` for the dot."""
+    """Returns the settings with a cache folder; others of their fields with `__` for the dot."""
     found = digits.get_config()
     named = {name.replace("__", "."): value for name, value in fields.items()}
     found.update_from_flattened_dict(FIELDS | {"cache_dir": str(cache)} | named)
-    return found
+    return configuration.typed(found)
 
 
 def run(config, workdir):

@@ -4,7 +4,6 @@ A learner's name is that of its file. Outside this folder it is the dotted name 
 module, or of a file below the current directory: `probes.linear` is `probes/linear.py`.
 """
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -12,17 +11,22 @@ import os
 import pkgutil
 import sys
 import types
+import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import msgspec
+from msgspec import structs
 
-from fdc_jax.errors import InputError, escaped, nearest, origin
-from fdc_jax.learners.learner import Learner, Option, Replaced, expected, option
+from fdc_jax.errors import InputError, escaped, line, nearest, origin
+from fdc_jax.learners.learner import Learner, Replaced
 
-__all__ = ["Learner", "Option", "Replaced", "expected", "option"]
+__all__ = ["Learner", "Replaced"]
+
+Value: TypeAlias = bool | int | float | str  # of an option
 
 
 # Discovery ---------------------------------------------------------------------------------------
@@ -86,7 +90,13 @@ def _import(name: str, field: str) -> type[Learner]:
         raise InputError(f"{field} expected a class derived from Learner, found none")
     if section(name) in (*names(), "name", "preset"):
         raise InputError(f"{field} expected a file with a name of its own, found {section(name)}")
-    if any(isinstance(value, dataclasses.Field) for value in vars(learner).values()):
+    try:
+        hints = typing.get_type_hints(learner, include_extras=True)
+        options = {name for name in hints if typing.get_origin(hints[name]) is Annotated}
+        known = structs.asdict(msgspec.convert({}, learner.options()))
+    except (TypeError, msgspec.ValidationError) as error:
+        raise InputError(f"{field} options of {learner.__name__}: {line(error)}") from error
+    if options - known.keys():
         raise InputError(
             f"{field} {learner.__name__} has options and so must be decorated with "
             "@dataclasses.dataclass(frozen=True)"
@@ -142,10 +152,19 @@ def section(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def options(name: str) -> dict[str, Option]:
-    """Returns the options of a learner by field, such as `learner.inflora.lamb`."""
-    by_field = _imported(name).options()
-    return {f"learner.{section(name)}.{field}": option for field, option in by_field.items()}
+def default_options(name: str, benchmark: str) -> dict[str, Value]:
+    """Returns the defaults of a learner's options on a benchmark, by option."""
+    return _defaults(_imported(name), benchmark)
+
+
+def _defaults(learner: type[Learner], benchmark: str) -> dict[str, Value]:
+    values = {}
+    for option in structs.fields(learner.options()):
+        values[option.name] = option.default
+        for meta in getattr(option.type, "__metadata__", ()):
+            on = (meta.extra or {}).get("on", {})
+            values[option.name] = on.get(benchmark, values[option.name])
+    return values
 
 
 def of_another(field: str, name: str) -> bool:
@@ -154,18 +173,21 @@ def of_another(field: str, name: str) -> bool:
     return field.startswith("learner.") and field.count(".") > 1 and not field.startswith(prefix)
 
 
-def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
+def option_types(learner: type[Learner]) -> dict[str, type[msgspec.Struct]]:
+    """Returns the types of the options of the package's learners and of `learner`, by section."""
+    types = {other.section(): other.options() for other in (*_packaged().values(), learner)}
+    return {name: kind for name, kind in types.items() if kind.__struct_fields__}
+
+
+def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Value]]:
     """Returns the defaults of all options on a benchmark, by learner and option.
 
     Raises:
         InputError: the learner `outside` the package does not exist.
     """
-    classes = _packaged() | ({section(outside): find(outside)} if outside else {})
-    return {
-        name: {field: option.default_on(benchmark) for field, option in learner.options().items()}
-        for name, learner in classes.items()
-        if learner.options()
-    }
+    classes = [*_packaged().values(), find(outside)] if outside else _packaged().values()
+    values = {learner.section(): _defaults(learner, benchmark) for learner in classes}
+    return {name: options for name, options in values.items() if options}
 
 
 def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
@@ -174,13 +196,12 @@ def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
     `flat` has values by field, as `config` in `results.json`; a missing field has its default.
     """
     phrases = []
-    for field, declared in options(name).items():
-        default = declared.default_on(str(flat.get("benchmark", "")))
-        value = flat.get(field, default)
+    for option, default in default_options(name, str(flat.get("benchmark", ""))).items():
+        value = flat.get(f"learner.{section(name)}.{option}", default)
         if value != default:
             text = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
             text = f"{text:g}" if isinstance(text, float) else text
-            phrases.append(f"{field.rpartition('.')[2].replace('_', ' ')} {text}")
+            phrases.append(f"{option.replace('_', ' ')} {text}")
     return phrases
 
 

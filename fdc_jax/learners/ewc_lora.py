@@ -23,18 +23,19 @@ E_t, the head's input and FDC's score scales are as in Cumulative-LoRA.
 import dataclasses
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float
+from msgspec import Meta
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, TaskImages, option
+from fdc_jax.learners.learner import Learner, TaskImages
 from fdc_jax.model import increments, vit
 
 # Number of images whose gradients are in memory at a time.
@@ -59,10 +60,11 @@ class EWCLoRA(Learner):
     paper_row = 1
     mean_over_images = True
 
-    strength: float = option(1e7, "[0, inf)", "lambda, of the penalty")
-    fisher: str = option(
-        "per_sample", ("per_sample", "batch_mean"), "squared gradients of images, or of batches"
-    )
+    strength: Annotated[float, Meta(ge=0, description="lambda, of the penalty")] = 1e7
+    fisher: Annotated[
+        Literal["per_sample", "batch_mean"],
+        Meta(description="squared gradients of images, or of batches"),
+    ] = "per_sample"
 
     def initial_state(self) -> State:
         """Returns empty slots for all tasks, and an Omega of zero."""

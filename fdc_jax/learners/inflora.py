@@ -21,17 +21,18 @@ float64 on the host, so that close directions do not depend on rounding.
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Float64, Int
+from msgspec import Meta
 
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, TaskImages, option
+from fdc_jax.learners.learner import Learner, TaskImages
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -56,10 +57,18 @@ class InfLoRA(Learner):
     task_count = "the energy that is protected goes from lamb to lame in proportion to their number"
     mean_over_images = True
 
-    lamb: float = option(
-        0.98, "(0, 1]", "share of energy to protect at the first task", on={"cifar100": 0.95}
-    )
-    lame: float = option(1.0, "(0, 1]", "share of energy to approach by the last task")
+    lamb: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="share of energy to protect at the first task",
+            extra={"on": {"cifar100": 0.95}},
+        ),
+    ] = 0.98
+    lame: Annotated[
+        float, Meta(gt=0, le=1, description="share of energy to approach by the last task")
+    ] = 1.0
 
     def __post_init__(self):
         """Raises InputError if lame is less than lamb."""

@@ -21,17 +21,18 @@ takes the heads after the last alignment.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import optax
 from jaxtyping import Array, Float, Int
+from msgspec import Meta
 
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.learners.inflora import InfLoRA
-from fdc_jax.learners.learner import TaskImages, option
+from fdc_jax.learners.learner import TaskImages
 from fdc_jax.model import vit
 
 # Epochs and learning rate of the alignment by Adam; the native preset has SGD.
@@ -58,9 +59,14 @@ class InfLoRACA(InfLoRA):
     title = "InfLoRA+CA"
     paper_row = 5
 
-    logit_temperature: float = option(
-        0.1, "[0, inf)", "of normalised logits; 0: no normalisation", on={"cifar100": 0.0}
-    )
+    logit_temperature: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="of normalised logits; 0: no normalisation",
+            extra={"on": {"cifar100": 0.0}},
+        ),
+    ] = 0.1
 
     def initial_state(self) -> Any:
         """Returns InfLoRA's initial state and no Gaussian."""

@@ -1,7 +1,9 @@
 """The interface of learners: options, and five groups of methods; the defaults are Cumulative-LoRA.
 
 A learner is a class derived from `Learner` in a file of its own, a frozen dataclass whose fields
-are its options. Option X of a learner in file N is `config.learner.N.X`, in the learner `self.X`.
+are its options: `x: Annotated[float, Meta(gt=0, description="...")] = 1.0`, of `typing` and
+`msgspec`. Option x of a learner in file N is `config.learner.N.x`, in the learner `self.x`; other
+defaults on benchmarks are `extra={"on": {"cifar100": 2.0}}` of its `Meta`.
 
 `state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so that
 one compilation serves all tasks. A checkpoint holds the state; `frozen` must follow from the state,
@@ -11,11 +13,13 @@ reads); all other leaves are on the devices.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import optax
 from jaxtyping import Array, Float
 
@@ -25,53 +29,9 @@ from fdc_jax.learners import training
 from fdc_jax.learners.training import LearnerSetup, TaskImages, Update
 from fdc_jax.model import increments, operations, vit
 
-Value: TypeAlias = bool | int | float | str
-
 # Parameters in place of those of E_0. Increments, second moments and the Fisher information need
 # key and value kernels; training, extraction, prediction and export accept a whole tree, too.
 Replaced: TypeAlias = vit.Replaced
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """An option of a learner; see `option`."""
-
-    default: Value
-    allowed: str | tuple[str, ...]
-    comment: str
-    on: Mapping[str, Value]
-
-    def default_on(self, benchmark: str) -> Value:
-        """Returns the default on a benchmark."""
-        return self.on.get(benchmark, self.default)
-
-
-def option(
-    default: Value,
-    allowed: str | tuple[str, ...] = "",
-    comment: str = "",
-    on: Mapping[str, Value] | None = None,
-) -> Any:
-    """Returns the field of an option, with its default under the paper's protocol and its meaning.
-
-    `allowed` is an interval such as "(0, 1]", or the accepted words; "" accepts all values of the
-    default's type. `on` has other defaults, by benchmark.
-    """
-    metadata = {"option": Option(default, allowed, comment, on or {})}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def expected(allowed: str | tuple[str, ...], value: Any) -> str | None:
-    """Returns None if a value is allowed, else a phrase such as "a number in (0, 1]"."""
-    if isinstance(allowed, tuple):
-        return None if value in allowed else " or ".join(allowed)
-    if not allowed:
-        return None
-    low, high = map(float, allowed[1:-1].split(", "))
-    above = low < value or (allowed[0] == "[" and low == value)
-    below = value < high or (allowed[-1] == "]" and value == high)
-    kind = "a whole number" if isinstance(value, int) else "a number"
-    return None if above and below else f"{kind} in {allowed}"
 
 
 class State(NamedTuple):
@@ -108,10 +68,15 @@ class Learner:
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
-    def options(cls) -> dict[str, Option]:
-        """Returns the learner's options by name."""
-        fields = dataclasses.fields(cls)
-        return {field.name: field.metadata["option"] for field in fields if field.name != "setup"}
+    def options(cls) -> type[msgspec.Struct]:
+        """Returns the type of the learner's options, with their ranges and defaults."""
+        hints = typing.get_type_hints(cls, include_extras=True)
+        fields = [
+            (field.name, hints[field.name], field.default)
+            for field in dataclasses.fields(cls)
+            if field.name != "setup"
+        ]
+        return msgspec.defstruct(cls.section(), fields, frozen=True, forbid_unknown_fields=True)
 
     # 1. The state between tasks.
     def initial_state(self) -> Any:

@@ -37,7 +37,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +45,12 @@ import numpy as np
 import optax
 import scipy.linalg
 from jaxtyping import Array, Bool, Float, Float64
+from msgspec import Meta
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import CosineHead, Head
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, TaskImages, option
+from fdc_jax.learners.learner import Learner, TaskImages
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -88,13 +89,18 @@ class LoDA(Learner):
     selected = "pac+rlc_adapted_view"
     mean_over_images = True
 
-    margin: float = option(  # The authors' values; OmniBenchmark has ImageNet-R's.
-        0.0,
-        "[0, inf)",
-        "subtracted from the cosine of the own class",
-        on={"imagenet_a": 0.15, "imagenet_r": 0.1, "cub200": 0.1, "omnibench": 0.1},
-    )
-    look_ahead: float = option(0.3, "[0, inf)", "rho, largest length", on={"imagenet_r": 0.7})
+    # The authors' values; OmniBenchmark has ImageNet-R's.
+    margin: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="subtracted from the cosine of the own class",
+            extra={"on": {"imagenet_a": 0.15, "imagenet_r": 0.1, "cub200": 0.1, "omnibench": 0.1}},
+        ),
+    ] = 0.0
+    look_ahead: Annotated[
+        float, Meta(ge=0, description="rho, largest length", extra={"on": {"imagenet_r": 0.7}})
+    ] = 0.3
 
     def initial_state(self) -> State:
         """Returns empty slots for all tasks and moments of zero."""

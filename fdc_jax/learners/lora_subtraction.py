@@ -30,17 +30,18 @@ first pass.
 import dataclasses
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float64, Int
+from msgspec import Meta
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import Head, NearestMeanHead, unit
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, Replaced, TaskImages, option
+from fdc_jax.learners.learner import Learner, Replaced, TaskImages
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -80,18 +81,23 @@ class LoRASubtraction(Learner):
     paper_row = 6
     selected = "pac+rlc_adapted_view"
 
-    triplet_weight: float = option(  # The values of ImageNet-A and OmniBenchmark are guesses.
-        0.05,
-        "[0, inf)",
-        "lambda",
-        on={"imagenet_r": 0.2, "cub200": 0.2, "imagenet_a": 0.2, "omnibench": 0.1},
-    )
-    margin: float = option(
-        1.0,
-        "[0, inf)",
-        "of the triplet loss, between unit features",
-        on={"imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0},
-    )
+    # The values of ImageNet-A and OmniBenchmark are guesses.
+    triplet_weight: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="lambda",
+            extra={"on": {"imagenet_r": 0.2, "cub200": 0.2, "imagenet_a": 0.2, "omnibench": 0.1}},
+        ),
+    ] = 0.05
+    margin: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="of the triplet loss, between unit features",
+            extra={"on": {"imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0}},
+        ),
+    ] = 1.0
 
     def initial_state(self) -> State:
         """Returns empty slots for all tasks, and projectors that are the identity."""

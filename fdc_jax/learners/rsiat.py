@@ -32,20 +32,21 @@ last calibration.
 import dataclasses
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float64
+from msgspec import Meta
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.heads import CosineHead, Head, unit
 from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.learners.learner import Learner, Replaced, TaskImages, option
+from fdc_jax.learners.learner import Learner, Replaced, TaskImages
 from fdc_jax.model import increments, vit
 
 NATIVE_FIRST_RATE = 1e-2
@@ -102,15 +103,23 @@ class RSIAT(Learner):
     selected = "pac+rlc_pretrained_view"
 
     # The authors' constants for ImageNet-A.
-    scale: float = option(30.0, "(0, inf)", "s, on cosines in training")
-    margin: float = option(0.3, "[0, inf)", "m, subtracted from the cosine of the own class")
-    steering_weight: float = option(1.0, "[0, inf)", "lambda_RS, in the first task")
-    warm_up_epochs: int = option(3, "[0, inf)", "epochs in which lambda_RS rises from 0")
-    separation_weight: float = option(1.0, "[0, inf)", "a, of different classes when steering")
-    separation_threshold: float = option(1.5, "(-inf, inf)", "m_RS, of a cosine that costs nothing")
-    alignment_weight: float = option(3.0, "[0, inf)", "beta, in later tasks")
-    repulsion_weight: float = option(6.0, "[0, inf)", "gamma, in later tasks")
-    projector_width: int = option(128, "[1, inf)", "of the projector's code")
+    scale: Annotated[float, Meta(gt=0, description="s, on cosines in training")] = 30.0
+    margin: Annotated[
+        float, Meta(ge=0, description="m, subtracted from the cosine of the own class")
+    ] = 0.3
+    steering_weight: Annotated[float, Meta(ge=0, description="lambda_RS, in the first task")] = 1.0
+    warm_up_epochs: Annotated[
+        int, Meta(ge=0, description="epochs in which lambda_RS rises from 0")
+    ] = 3
+    separation_weight: Annotated[
+        float, Meta(ge=0, description="a, of different classes when steering")
+    ] = 1.0
+    separation_threshold: Annotated[
+        float, Meta(description="m_RS, of a cosine that costs nothing")
+    ] = 1.5
+    alignment_weight: Annotated[float, Meta(ge=0, description="beta, in later tasks")] = 3.0
+    repulsion_weight: Annotated[float, Meta(ge=0, description="gamma, in later tasks")] = 6.0
+    projector_width: Annotated[int, Meta(ge=1, description="of the projector's code")] = 128
 
     def initial_state(self) -> State:
         """Returns a zero adapter and projector, and empty slots for all tasks."""

@@ -18,17 +18,18 @@ E_0 is the pretrained encoder; E_t is all parameters after task t, and only the 
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from msgspec import Meta
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import Head, LinearHead
 from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.learners.learner import Learner, Replaced, TaskImages, option
+from fdc_jax.learners.learner import Learner, Replaced, TaskImages
 from fdc_jax.model import increments, vit
 
 DECAY = 5e-4
@@ -55,10 +56,16 @@ class SLCA(Learner):
     title = "SLCA"
     mean_over_images = True
 
-    encoder_rate: float = option(1e-4, "(0, inf)", "of the whole encoder, in place of train's")
-    head_rate: float = option(1e-2, "(0, inf)", "of the task's head, in place of train's")
-    alignment_epochs: int = option(5, "[0, inf)", "of all heads; 0: no alignment")
-    logit_temperature: float = option(0.1, "[0, inf)", "of normalised logits; 0: no normalisation")
+    encoder_rate: Annotated[
+        float, Meta(gt=0, description="of the whole encoder, in place of train's")
+    ] = 1e-4
+    head_rate: Annotated[
+        float, Meta(gt=0, description="of the task's head, in place of train's")
+    ] = 1e-2
+    alignment_epochs: Annotated[int, Meta(ge=0, description="of all heads; 0: no alignment")] = 5
+    logit_temperature: Annotated[
+        float, Meta(ge=0, description="of normalised logits; 0: no normalisation")
+    ] = 0.1
 
     def initial_state(self) -> State:
         """Returns a zero encoder, and empty slots for all tasks."""

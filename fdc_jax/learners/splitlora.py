@@ -23,19 +23,20 @@ E_t, the head's input and FDC's score scales are as in Cumulative-LoRA.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Float64, Int
+from msgspec import Meta
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, TaskImages, option
+from fdc_jax.learners.learner import Learner, TaskImages
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -63,7 +64,7 @@ class SplitLoRA(Learner):
     selected = "pac+rlc_adapted_view"
     mean_over_images = True
 
-    alpha: float = option(20.0, "(0, inf)", "plasticity against stability")
+    alpha: Annotated[float, Meta(gt=0, description="plasticity against stability")] = 20.0
 
     def initial_state(self) -> State:
         """Returns empty slots for all tasks and moments of zero."""

@@ -289,8 +289,8 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
     An absent field has the paper's value.
     """
     benchmark, learner = results["benchmark"], results["learner"]
-    options = learners.options(learner)
-    values = _EXPECTED | {name: field.default_on(benchmark) for name, field in options.items()}
+    prefix, options = learners.section(learner), learners.default_options(learner, benchmark)
+    values = _EXPECTED | {f"learner.{prefix}.{name}": value for name, value in options.items()}
     values |= {
         field: value
         for field, value in results["config"].items()

@@ -20,7 +20,7 @@ from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
-from fdc_jax.run.configuration import Config
+from fdc_jax.run.config import Config
 from fdc_jax.run.setup import Setup
 
 _TIMED_SECONDS = 3.0  # duration of the timed training steps, which follow a step that compiles
@@ -53,8 +53,8 @@ class Machine(NamedTuple):
 def task_sizes(config: Config) -> tuple[int, ...]:
     """Returns the number of classes of each task of a benchmark, also beyond `num_tasks`."""
     benchmark = benchmarks.BENCHMARKS[config.benchmark]
-    wanted = configuration.flatten(config)["classes_per_task"]
-    return benchmarks.task_sizes(benchmark.name, benchmark.num_classes, wanted)
+    name, count = benchmark.name, benchmark.num_classes
+    return benchmarks.task_sizes(name, count, config.classes_per_task)
 
 
 def size(config: Config) -> Size:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from msgspec import structs
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import METHODS, Scores, familiarity
@@ -12,7 +13,6 @@ from fdc_jax.errors import StopRequest
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.images import RunImages
 from fdc_jax.run.progress import Progress, StepLog
@@ -91,8 +91,8 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
 
 def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> ResumePoint:
     """Returns the newest checkpoint with its calibrators, or the state before the first task."""
-    settings = setup.config.fdc.to_dict()
-    names = configuration.calibrators(setup.config)
+    settings = structs.asdict(setup.config.fdc)
+    names = setup.config.calibrator_names
     new = {name: calibration.make(name, **settings) for name in names}
     for calibrator in new.values():
         calibrator.doubts = ""  # In a run, head rows and labels cannot be misaligned.

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from flax import traverse_util
 from jaxtyping import Float, Int, UInt8
@@ -29,8 +28,9 @@ from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
 from fdc_jax.model.weights import by_checksum as weights_by_checksum
+from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
-from fdc_jax.run.configuration import Config
+from fdc_jax.run.config import Config
 from fdc_jax.run.paths import RunPaths, known_of
 from fdc_jax.run.schema import PLANNED
 from fdc_jax.run.setup import Encoders
@@ -105,7 +105,8 @@ class Run(RunPaths):
         config = self._configuration()
         if "encoder.weights" not in self._host:
             cache, variant = setups.cache_folder(config), config.encoder.variant
-            config.encoder.weights = weights_by_checksum(self._weights_sha256, variant, cache)
+            file = weights_by_checksum(self._weights_sha256, variant, cache)
+            config = configuration.changed(config, encoder={"weights": file})
         if not config.encoder.weights:
             raise InputError(
                 f"{self.folder}: needs the weights of its encoder, sha256 {self._weights_sha256}; "
@@ -131,18 +132,14 @@ class Run(RunPaths):
         return setups.open_images(config, self._known)
 
     def _configuration(self) -> Config:
-        """Returns the configuration with its sections; InputError if its learner must be named."""
+        """Returns the configuration; InputError if its learner must be named."""
         name = self.config["learner.name"]
         if name not in (*learners.names(), self._learner):
             raise InputError(
                 f"{self.config_file}: its learner {name} is not part of the package; to run its "
                 f"code, name it: --learner={name}, or open_run(learner=...)"
             )
-        fields = {
-            field: tuple(value) if isinstance(value, list) else value
-            for field, value in self.config.items()
-        }
-        return ml_collections.ConfigDict(traverse_util.unflatten_dict(fields, sep="."))
+        return configuration.of_fields(self.config)
 
     @property
     def num_tasks(self) -> int:

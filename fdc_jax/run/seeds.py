@@ -19,7 +19,7 @@ from fdc_jax.machine.files import check_writable_folder, locked, named_path
 from fdc_jax.model import weights
 from fdc_jax.run import configuration, estimate, experiment, results
 from fdc_jax.run import setup as setups
-from fdc_jax.run.configuration import Config
+from fdc_jax.run.config import Config
 from fdc_jax.run.images import RunImages
 from fdc_jax.run.paths import RunPaths, known_classes
 from fdc_jax.run.progress import Progress, StepLog
@@ -82,7 +82,6 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
 
 def _set_up(config: Config, workdir: str, quiet: bool) -> tuple[Setup, dict[int, Path]]:
     """Returns the set-up of a configuration and the folder of each seed, after all checks."""
-    configuration.validate(config)
     folders, sizes = folders_of(config, workdir), configuration.flatten(config)["classes_per_task"]
     _check_workdir(named_path("--workdir", workdir), len(folders) > 1)
     known = known_classes(list(folders.values()), sizes)

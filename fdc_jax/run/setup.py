@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from msgspec import structs
 
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
@@ -24,7 +25,7 @@ from fdc_jax.machine.devices import Mesh
 from fdc_jax.machine.files import check_writable_folder, named_path, private_folder, user_cache
 from fdc_jax.model import vit, weights
 from fdc_jax.run import configuration, schema
-from fdc_jax.run.configuration import Config
+from fdc_jax.run.config import Config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,24 +65,29 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
     Raises:
         InputError: configuration, data or weights are not as expected.
     """
-    width = recognise(config).width
-    _check_sizes(config, width)  # before images are read, which may take long
+    config, variant = recognise(config)
+    _check_sizes(config, variant.width)  # before images are read, which may take long
     tasks = open_images(config, known, quiet)
-    _check_sizes(config, width, tasks)
-    counts = [len(indices) for indices in tasks.train_indices]
+    _check_sizes(config, variant.width, tasks)
     if not config.train.epochs:
         # The paper trains for 20 epochs, on thousands of images a task.
-        config.train.epochs = 40 if counts[0] <= 1000 else 20 if counts[0] <= 5000 else 10
+        count = len(tasks.train_indices[0])
+        epochs = 40 if count <= 1000 else 20 if count <= 5000 else 10
+        config = configuration.changed(config, train={"epochs": epochs})
     return _complete(build_encoders(config, tasks.planned, quiet), tasks)
 
 
 def untrained(setup: Setup) -> Setup:
     """Returns the set-up of class Gaussians on the frozen encoder, for the same images."""
-    config, base = setup.config.copy_and_resolve_references(), setup.learner.setup
-    names = configuration.calibrators(config)
+    base, names = setup.learner.setup, setup.config.calibrator_names
     names = [name for name in names if calibration.METHODS[name].gives_confidence]
-    fields = {"learner.name": "frozen", "calibrators": ",".join(names), "log": ""}
-    config.update_from_flattened_dict(fields | {"untrained": False, "save_features": False})
+    config = structs.replace(
+        configuration.changed(setup.config, learner={"name": "frozen"}),
+        calibrators=",".join(names),
+        log="",
+        untrained=False,
+        save_features=False,
+    )
     learner = make_learner(config, base.model, base.classes_per_task, base.mesh)
     parts = {field.name: getattr(setup, field.name) for field in dataclasses.fields(Encoders)}
     encoders = Encoders(**parts | {"config": config, "learner": learner})
@@ -107,7 +113,7 @@ def _complete(encoders: Encoders, tasks: TaskStream) -> Setup:
         epochs=epochs,
         first_steps=[0, *itertools.accumulate(steps)],
         evaluated=[*(n % config.evaluation.every == 0 for n in range(1, len(steps))), True],
-        train_batches=batches(train.batch_size, crop_scale=tuple(data.crop_scale), flip=data.flip),
+        train_batches=batches(train.batch_size, crop_scale=data.crop_scale, flip=data.flip),
         evaluation_batches=batches(config.evaluation.batch_size),
         pretrained_view=learner.trains and config.fdc.pretrained_view_weight > 0,
         pretrained_features=_pretrained_features(encoders, tasks),
@@ -128,9 +134,16 @@ def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> T
         workers=data.workers,
         quiet=quiet,
     )
-    fields = ("classes_per_task", "class_order", "class_order_seed", "num_tasks")
-    limits = {name: data[name] for name in ("train_per_class", "test_per_class")}
-    return build_tasks(*splits, known, **{name: config[name] for name in fields}, **limits)
+    return build_tasks(
+        *splits,
+        known,
+        classes_per_task=config.classes_per_task,
+        class_order=config.class_order,
+        class_order_seed=config.class_order_seed,
+        num_tasks=config.num_tasks,
+        train_per_class=data.train_per_class,
+        test_per_class=data.test_per_class,
+    )
 
 
 def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool = True) -> Encoders:
@@ -138,8 +151,8 @@ def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool 
 
     `classes_per_task` has the number of classes of every task, planned tasks included.
     """
-    mesh, variant = devices.data_mesh(), recognise(config)
-    cache, encoder = cache_folder(config), config.encoder
+    config, variant = recognise(config)
+    mesh, cache, encoder = devices.data_mesh(), cache_folder(config), config.encoder
     devices.keep_programs(cache)
     location = encoder.weights, encoder.variant, cache, not quiet
     # If processes share a cache, only the first one downloads.
@@ -158,7 +171,8 @@ def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool 
 
 def build_model(config: Config, mesh: Mesh) -> vit.VisionTransformer:
     """Returns the encoder of a configuration, without weights."""
-    encoder, variant = config.encoder, recognise(config)
+    config, variant = recognise(config)
+    encoder = config.encoder
     settings = config.data.input_range, config.precision, encoder.attention
     return vit.build(variant, encoder.image_size, *settings, cudnn=devices.have_cudnn(mesh))
 
@@ -167,27 +181,30 @@ def make_learner(
     config: Config, model: vit.VisionTransformer, classes_per_task: Sequence[int], mesh: Mesh
 ) -> Learner:
     """Returns the learner of a configuration; raises InputError."""
-    train, chosen = config.train, config.learner
-    fields = ("rank", "epochs", "increment_learning_rate", "head_learning_rate", "schedule")
+    train, name = config.train, config.learner.name
     setup = training.LearnerSetup(
         model=model,
         image_size=config.encoder.image_size,
         classes_per_task=tuple(classes_per_task),
         benchmark=config.benchmark,
-        native=chosen.preset == "native",
+        native=config.learner.preset == "native",
+        rank=train.rank,
+        epochs=train.epochs,
+        increment_learning_rate=train.increment_learning_rate,
+        head_learning_rate=train.head_learning_rate,
+        schedule=train.schedule,
         mesh=mesh,
-        **{name: train[name] for name in fields},
     )
-    options = chosen.get(learners.section(chosen.name)) or {}
-    return learners.find(chosen.name)(setup, **options)
+    options = getattr(config.learner, learners.section(name), None)  # None without options
+    return learners.find(name)(setup, **structs.asdict(options) if options else {})
 
 
-def recognise(config: Config) -> vit.Variant:
-    """Returns the architecture; completes `config` with the sizes that the weights file states."""
+def recognise(config: Config) -> tuple[Config, vit.Variant]:
+    """Returns `config` with the sizes that the weights file states, and the architecture."""
     encoder = config.encoder
-    encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)
-    encoder.image_size = encoder.image_size or variant.image_size
-    return variant
+    name, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)
+    sizes = {"variant": name, "image_size": encoder.image_size or variant.image_size}
+    return configuration.changed(config, encoder=sizes), variant
 
 
 def cache_folder(config: Config) -> Path:
@@ -214,7 +231,7 @@ def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
 
 def _check_sizes(config: Config, width: int, tasks: TaskStream | None = None) -> None:
     """Raises InputError if `train.rank` or `fdc.neighbours` exceeds the encoder or a task."""
-    options = (calibration.METHODS[name].settings for name in configuration.calibrators(config))
+    options = (calibration.METHODS[name].settings for name in config.calibrator_names)
     limits = [("train.rank", width, f"the width of encoder {config.encoder.variant}")]
     if tasks and any("neighbours" in settings for settings in options):
         fewest = min(len({*tasks.train.labels[rows]}) for rows in tasks.train_indices)

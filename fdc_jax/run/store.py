@@ -43,7 +43,7 @@ class Store(RunPaths):
     def __init__(self, folder: str | os.PathLike[str], setup: Setup, seed: int):
         super().__init__(folder)
         self._config, self._tasks = setup.config, setup.tasks
-        self._names = configuration.calibrators(setup.config)
+        self._names = setup.config.calibrator_names
         self._claim(setup, seed)
         self._events = self.folder / "metrics.jsonl"
         self._loggers = Loggers(setup.config.log if processes.is_first() else "", self._events)

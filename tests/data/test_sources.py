@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from configs import omnibench
 from fdc_jax.data import benchmarks, sources
 from fdc_jax.errors import InputError
+from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 
 # As strings "10" and "100" come before "4"; one class has a single training image.
@@ -54,6 +56,7 @@ def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, 
     config = omnibench.get_config()
     config.cache_dir = str(tmp_path / "cache")
     config.data.source = str(tmp_path / name)
+    config = configuration.typed(config)
     stream = setups.open_images(config)
     assert (stream.train.name, stream.train.partition) == ("omnibench", "pilot")
     assert not stream.train.upright and stream.train.class_names == tuple(ORDERED)
@@ -64,11 +67,10 @@ def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, 
         for index, each in enumerate(split.ids):
             assert split.read(index) == (pilot / split.split / each).read_bytes()
     shutil.move(pilot / "train/10/0.JPEG", pilot / "test/10/9.JPEG")
-    config.data.source = str(pilot)
+    config = configuration.changed(config, data={"source": str(pilot)})
     with pytest.raises(InputError, match=r"omnibench: expected 8 training images, found 7"):
         setups.open_images(config)
-    config.benchmark = "another"
-    config.classes_per_task = 2
+    config = structs.replace(config, benchmark="another", classes_per_task=2)
     assert setups.open_images(config).train.upright
 
 

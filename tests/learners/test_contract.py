@@ -12,7 +12,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.learners import training
 from fdc_jax.machine import devices
 from fdc_jax.model import operations, vit
-from fdc_jax.run import base
+from fdc_jax.run import base, configuration
 from fdc_jax.run import setup as setups
 from tests.learners import toy
 
@@ -321,7 +321,7 @@ def test_parameters_that_a_task_trains_of_vit_b():
     shapes = vit.parameter_shapes(model, 224)
 
     def count(name):
-        config = base.get_config(learner=name)
+        config = configuration.typed(base.get_config(learner=name))
         learner = setups.make_learner(config, model, (10,) * TASKS, mesh)
 
         def start(backbone):

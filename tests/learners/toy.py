@@ -18,6 +18,7 @@ from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
+from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from tests.model import reference
 from tests.model.reference import (  # noqa: F401
@@ -65,7 +66,8 @@ def make_learner(
         {f"learner.{name}.{field}": value for field, value in OPTIONS.get(name, {}).items()}
         | {field.replace("__", "."): value for field, value in fields.items()}
     )
-    return setups.make_learner(config, MODEL, classes_per_task, mesh or devices.data_mesh())
+    typed, mesh = configuration.typed(config), mesh or devices.data_mesh()
+    return setups.make_learner(typed, MODEL, classes_per_task, mesh)
 
 
 @functools.cache

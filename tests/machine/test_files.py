@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from configs import digits
 from fdc_jax import open_run
 from fdc_jax.data import archive, folder, images, sources
 from fdc_jax.errors import InputError
@@ -42,6 +41,7 @@ from fdc_jax.machine.files import (
     write_safetensors,
 )
 from fdc_jax.run import prediction, seeds
+from fdc_jax.run.config import Config
 from tests import small_runs
 
 
@@ -374,7 +374,7 @@ def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):
         with pytest.raises(InputError, match="expected a path, found none"):
             use("")
     with pytest.raises(InputError, match="--workdir: expected a path, found none"):
-        seeds.folders_of(digits.get_config(), "")
+        seeds.folders_of(Config(), "")
     with pytest.raises(InputError, match=f"^{tmp_path}/a: expected the work directory"):
         open_run("~/a")
     with pytest.raises(InputError, match="--output: ~nobody_has_this_name/a: Could not determine"):

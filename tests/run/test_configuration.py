@@ -7,22 +7,21 @@ import pytest
 
 from fdc_jax import command
 from fdc_jax.data import benchmarks as stream
-from fdc_jax.run import base, configuration
+from fdc_jax.run import configuration
+from fdc_jax.run.config import Config
 
 BENCHMARKS = ("cifar100", "imagenet_a", "imagenet_r", "cub200", "omnibench", "digits")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_shipped_configurations_are_valid(name):
-    config = importlib.import_module(f"configs.{name}").get_config()
-    configuration.validate(config)
+    config = configuration.typed(configuration.load(name))
     assert config.benchmark == name
 
 
 def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
     module = importlib.import_module("configs.omnibench1k")
-    config = module.get_config()
-    configuration.validate(config)
+    config = configuration.typed(module.get_config())
     assert config.class_order_seed == stream.REFERENCE_CLASS_ORDER_SEED
     sizes = [config.classes_per_task]
     for line in re.findall("classes_per_task=(.*)", module.__doc__):
@@ -34,7 +33,7 @@ def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
 
 
 def test_differences_name_fields_that_change_results_only():
-    saved = configuration.flatten(base.get_config()) | {"weights": "a"}
+    saved = configuration.flatten(Config()) | {"weights": "a"}
 
     def found(**fields):
         named = {name.replace("__", "."): value for name, value in fields.items()}

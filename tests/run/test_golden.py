@@ -10,6 +10,7 @@ import pytest
 
 import fdc_jax
 from configs import digits
+from fdc_jax.run import configuration
 from tests import small_runs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -34,7 +35,7 @@ def test_the_digits_end_as_they_did(tmp_path, cache):
     """Bit for bit, where this machine computes as the one did that made the file."""
     config = digits.get_config()
     config.update(cache_dir=str(cache), report=False)
-    found, expected = small_runs.run(config, tmp_path), golden("digits")
+    found, expected = small_runs.run(configuration.typed(config), tmp_path), golden("digits")
     same_state = digest(fdc_jax.open_run(tmp_path)._saved[0]) == expected.pop("state_sha256")
     columns = small_runs.predictions(tmp_path)
     del columns["class_names"]

@@ -87,8 +87,8 @@ def test_values(field):
     for value in VALUES[field]:
         config = base.get_config()
         config.update_from_flattened_dict({field: value})
-        with pytest.raises(InputError, match=rf"^config\.{field}: expected .*, found "):
-            configuration.validate(config)
+        with pytest.raises(InputError, match=rf"^config\.{field}(\[\d\])?: expected .*, found "):
+            configuration.typed(config)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "folder", "FIFO", "device"])
@@ -99,7 +99,7 @@ def test_a_class_order_is_read_from_a_regular_file(kind, tmp_path):
     config = base.get_config()
     config.class_order, config.class_order_seed = (str(path),), -1
     with pytest.raises(InputError, match=r"config.class_order: .*/order.txt: expected a file of n"):
-        configuration.validate(config)
+        configuration.typed(config)
 
 
 SETTINGS = {

@@ -74,7 +74,7 @@ def config(source, cache, **fields):
     found.classes_per_task = SIZES
     found.update_from_flattened_dict(SETTINGS)
     found.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
-    return found
+    return configuration.typed(found)
 
 
 @pytest.fixture(scope="module")
@@ -301,20 +301,18 @@ def test_an_order_is_read_from_its_file(tmp_path):
     order = tmp_path / "order.txt"
     order.write_text("\n".join(ALL) + "\n")
     given = config("trees", "cache", class_order=(str(order),))
-    for _ in range(2):
-        configuration.validate(given)
-        assert given.class_order == ALL
+    assert given.class_order == ALL
+    assert configuration.of_fields(configuration.flatten(given)) == given
     order.write_bytes("\n".join(ALL).encode("utf-8-sig"))
     given = config("trees", "cache", class_order=(str(order),))
-    configuration.validate(given)
     assert given.class_order == ALL
     order.write_bytes("\n".join(ALL).encode("utf-16"))
     with pytest.raises(
         InputError, match=r"config\.class_order: .*order\.txt: expected a file of names in UTF-8"
     ):
-        configuration.validate(config("trees", "cache", class_order=(str(order),)))
+        config("trees", "cache", class_order=(str(order),))
     order.unlink()
     with pytest.raises(InputError, match=r"order\.txt: .*: No such file"):
-        configuration.validate(config("trees", "cache", class_order=(str(order),)))
+        config("trees", "cache", class_order=(str(order),))
     with pytest.raises(InputError, match=r"seed: expected -1 together with .* found 7"):
-        configuration.validate(config("trees", "cache", class_order=ALL, class_order_seed=7))
+        config("trees", "cache", class_order=ALL, class_order_seed=7)

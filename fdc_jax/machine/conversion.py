@@ -1,0 +1,55 @@
+"""Conversion of plain values, such as JSON, to types; an error names field, range and value."""
+
+import re
+import typing
+from typing import Any, TypeVar
+
+import msgspec
+
+from fdc_jax.errors import InputError, escaped, nearest
+
+T = TypeVar("T")
+_NOUNS = {
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "a whole number",
+    "object": "an object",
+    "str": "text",
+}
+_NOUN = re.compile(rf"\b({'|'.join(_NOUNS)})\b")
+
+
+def convert(value: Any, kind: type[T], prefix: str = "") -> T:
+    """Returns a value as an object of a type, with the ranges of the type checked.
+
+    Raises:
+        InputError: a part of the value is wrong: "FIELD: expected a whole number >= 0, found -1".
+            FIELD is the path of the part, after `prefix`.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InputError):  # of a `__post_init__`
+            raise error.__cause__ from None
+        reason, _, path = str(error).replace("`", "").partition(" - at $")
+    field = f"{prefix}{path.removeprefix('.')}".removesuffix(".")
+    text = _reason(reason, path, value, kind)
+    raise InputError(escaped(f"{field}: {text}" if field else text)[:300])
+
+
+def _reason(reason: str, path: str, value: Any, kind: Any) -> str:
+    """Returns a reason of msgspec in plain words, with the value at a path."""
+    for name in re.findall(r"[^.\[\]]+", path):
+        kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
+        try:
+            value = value[int(name) if name.isdecimal() else name]
+        except (LookupError, TypeError):  # Paths leave the keys of mappings out.
+            break
+    if unknown := re.fullmatch("Object contains unknown field (.*)", reason):
+        return f"no field {unknown[1]}{nearest(unknown[1], typing.get_type_hints(kind))}"
+    expected = reason.removeprefix("Expected ").partition(", got")[0].replace(" | ", " or ")
+    if reason.startswith("Invalid enum value"):
+        expected = " or ".join(typing.get_args(kind))
+    expected = _NOUN.sub(lambda match: _NOUNS[match[0]], expected)
+    return f"expected {expected}, found {value!r:.100}"
