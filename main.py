@@ -7,8 +7,7 @@
 
 import sys
 
-from fdc_jax.__main__ import main
+from fdc_jax.__main__ import load
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "run")
-    main()
+    sys.exit(load("run")())

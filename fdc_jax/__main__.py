@@ -15,44 +15,49 @@ PROGRAMS = {
     "export": "make a run one folder that predicts",
     "posthoc": "calibrate heads from a file of features",
 }
+_MODULES = {"run": "command", "report": "report.command", "posthoc": "posthoc.command"}
 
 
-def end_at_once(number: int, frame: object) -> None:
-    """Handles Ctrl-C before a program handles it: nothing is written, imports may swallow it."""
-    os.write(2, b"fdc_jax: stopped by SIGINT\n")
-    os._exit(130)
+def load(name: str):
+    """Returns a program, after the set-up of the process that it is to run in.
+
+    SIGTERM and Ctrl-C end the process at once, with one line, unless a loop turns them into a
+    request (`errors.stop_on_signals`): an exception would be lost in imports and in callbacks of
+    the garbage collector, and what compiled programs leave behind may crash at the end of Python.
+    """
+    leave_out_current_folder()
+    import signal
+
+    def end(number: int, frame: object) -> None:
+        text, code = signal.Signals(number).name, 128 + number
+        if name in ("run", "paper"):
+            text, code = f"{text}; the same command resumes", 75
+        os.write(2, f"fdc_jax.{name}: stopped by {text}\n".encode())
+        os._exit(code)
+
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
+    os.environ["JAX_ENABLE_X64"] = "0"  # before JAX is imported
+    import importlib
+
+    return importlib.import_module(f"fdc_jax.{_MODULES.get(name, name)}").main
 
 
 def main() -> None:
     """Runs the program that the first word of the command line names."""
-    leave_out_current_folder()
-    import signal
-
-    signal.signal(signal.SIGINT, end_at_once)
-    import functools
-    import importlib
-
-    from fdc_jax.errors import did_you_mean, stop_on_signals
-
     name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
-    os.environ["JAX_ENABLE_X64"] = "0"  # before JAX is imported
-    if name == "run":
-        with stop_on_signals() as stop:
-            from absl import app
-
-            from fdc_jax import command
-
-            app.run(functools.partial(command.main, stop), flags_parser=command.parse)
-    elif name in PROGRAMS:
-        module = f"{name}.command" if name in ("report", "posthoc") else name
-        sys.exit(importlib.import_module(f"fdc_jax.{module}").main())
-    elif name == "--version":
+    if name in PROGRAMS:
+        sys.exit(load(name)())
+    leave_out_current_folder()
+    if name == "--version":
         print(fdc_jax.__version__)
     elif name in ("-h", "--help"):
         print("usage: fdc NAME ...\nexample: fdc run --config=digits\n")
         width = max(map(len, PROGRAMS))
         print("\n".join(f"  {name:<{width}}  {text}" for name, text in PROGRAMS.items()))
     else:
+        from fdc_jax.errors import did_you_mean
+
         print(f"fdc: {did_you_mean('NAME', name, PROGRAMS)}", file=sys.stderr)
         sys.exit(2)
 

@@ -1,6 +1,6 @@
 """The command `fdc run`, in a clone `python main.py`: flags, help, and how it ends.
 
-Loads no JAX until the command line is parsed, so that `--help` is quick and an early signal counts.
+Loads no JAX until the command line is parsed, so that `--help` is quick.
 """
 
 import ast
@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import absl.logging
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from fdc_jax import errors
-from fdc_jax.errors import InputError, StopRequest
+from fdc_jax.errors import InputError
 
 if TYPE_CHECKING:  # loads JAX
     from fdc_jax.run.config import Config
@@ -126,27 +125,18 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
         raise InputError(f"unexpected argument {rest[1]}")
 
 
-def parse(argv: list[str]) -> list[str]:
-    """Parses the command line for `app.run`; ends the program with one line and code 2."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line, `sys.argv` if None; returns 0 or the code of an error."""
+    argv = sys.argv if arguments is None else ["", *arguments]
     # Before NumPy loads, for the reason in `fdc_jax.posthoc`. XLA's start-up notes are of no use.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ["JAX_ENABLE_X64"] = "0"  # before JAX loads, too
     with errors.Ending(TITLE, "--traceback" in argv) as ending:
         words = [word for word in argv if word not in ("--help", "-h")]
         _parsed(FLAGS, words)
         if words != argv:
             print(usage(FLAGS.config))
-            sys.exit()
-        if FLAGS["verbosity"].using_default_value:
-            FLAGS.verbosity = absl.logging.WARNING
-        return argv[:1]
-    sys.exit(ending.code)
-
-
-def main(stop: StopRequest, argv: list[str]) -> int:
-    """Runs the parsed command; returns 0 or the code of an error."""
-    with errors.Ending(TITLE, FLAGS.traceback) as ending:
+            return 0
         from fdc_jax.machine import devices, processes
         from fdc_jax.run import seeds
 
@@ -154,15 +144,12 @@ def main(stop: StopRequest, argv: list[str]) -> int:
         workdir = f"runs/{_name(config)}" if FLAGS.workdir is None else FLAGS.workdir
         settings = config, workdir, FLAGS.quiet
         devices.keep_freed_memory()
-        ending.at_once = FLAGS.dry_run  # A stop may leave compiled programs in work behind.
         with errors.plain_warnings(TITLE, FLAGS.quiet), processes.joined(FLAGS.distributed, ending):
-            if not FLAGS.dry_run:
-                seeds.run(*settings, stop)
-            with stop.at_once():
-                if FLAGS.dry_run:
-                    print(seeds.check(*settings))
-                else:
-                    processes.on_first(show)(*settings)
+            if FLAGS.dry_run:
+                print(seeds.check(*settings))
+            else:
+                seeds.run(*settings)
+                processes.on_first(show)(*settings)
     return ending.code
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -35,6 +34,12 @@ class Interrupted(RuntimeError):
     """The process was asked to stop; what was done is saved."""
 
 
+# Signals ------------------------------------------------------------------------------------------
+
+signals: list[int] = []  # numbers of the signals that were turned into a request to stop
+_TOGETHER = 0.5  # seconds in which signals count as one, since `timeout` sends its own twice
+
+
 class StopRequest:
     """A request to stop this process or all processes of its run; every loop polls it.
 
@@ -45,7 +50,6 @@ class StopRequest:
         self.signal = 0  # number of the signal that this process got
         # Returns the signal that all processes act upon, from the signal of this process.
         self.agree: Callable[[int], int] = int
-        self._raises = False
 
     def requested(self) -> bool:
         """Returns True if the run must stop."""
@@ -57,91 +61,41 @@ class StopRequest:
             name = signal.Signals(number).name
             raise Interrupted(f"stopped by {name}; the same command resumes")
 
-    def handle(self, number: int, frame: Any) -> None:
-        """Handles a signal."""
-        self.signal = number
-        if self._raises:
-            self.poll()
-
-    @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Raises `Interrupted` when a signal comes within the block, which need not poll.
-
-        One of several processes does not stop alone.
-        """
-        self._raises = self.agree is int
-        try:
-            yield
-        finally:
-            self._raises = False
-
-
-signals: list[int] = []  # numbers of the signals that `announced` has seen
-
-
-@contextlib.contextmanager
-def announced(title: str, text: str) -> Iterator[None]:
-    """Prints a line soon after a signal; a second signal ends the process at once.
-
-    A thread does both, because handlers wait until a compiled program has returned. Within another
-    such block, and in another thread than the main one, it does nothing.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or (other := signal.set_wakeup_fd(-1)) != -1:
-        if main:
-            signal.set_wakeup_fd(other)
-        yield
-        return
-    receiver, sender = socket.socketpair()
-
-    def listen() -> None:
-        with receiver, contextlib.suppress(IndexError):  # of an empty answer: the block has ended
-            number = receiver.recv(1)[0]
-            signals.append(number)
-            time.sleep(0.5)  # It may end without a line, or get a second signal, as by `timeout`.
-            receiver.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                receiver.recv(99)[0]
-            receiver.setblocking(True)
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            sys.stderr.write(f"{title}: {text}; a second {name} ends at once\n")
-            sys.stderr.flush()
-            os._exit(128 + receiver.recv(1)[0])
-
-    def repeat(ignored: Any) -> None:
-        # Python ignores what a handler raises in a callback of the garbage collector, as JAX's.
-        if isinstance(ignored.exc_value, Interrupted | KeyboardInterrupt):
-            threading.Timer(0.01, lambda: os.kill(os.getpid(), signals[-1])).start()
-        else:
-            hook(ignored)
-
-    threading.Thread(target=listen, daemon=True).start()
-    hook, sys.unraisablehook = sys.unraisablehook, repeat
-    with sender:
-        sender.setblocking(False)
-        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(-1)
-            sys.unraisablehook = hook
-
 
 @contextlib.contextmanager
 def stop_on_signals(
     title: str = "fdc_jax.run", text: str = "stopping after this step, with a checkpoint"
 ) -> Iterator[StopRequest]:
-    """Turns SIGTERM or Ctrl-C into a request to stop, and prints a line as `announced` does."""
+    """Turns SIGTERM or Ctrl-C into a request to stop, with a line; a second one ends at once.
+
+    In another thread than the main one, which alone may handle signals, it does nothing.
+    """
     request = StopRequest()
+    second = 0.0
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal second
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        if not request.signal:
+            request.signal = number
+            second = time.monotonic() + _TOGETHER
+            signals.append(number)
+            with contextlib.suppress(OSError):
+                os.write(2, f"{title}: {text}; a second {name} ends at once\n".encode())
+        elif time.monotonic() > second:
+            os._exit(128 + number)
+
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
-    previous = {number: signal.signal(number, request.handle) for number in numbers}
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
-        with announced(title, text):
-            yield request
+        yield request
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+# Texts --------------------------------------------------------------------------------------------
 
 
 def line(error: BaseException) -> str:
@@ -310,11 +264,9 @@ class Program(argparse.ArgumentParser):
         argv = sys.argv[1:] if arguments is None else list(arguments)
         code = None
         with Ending(self.title, "--traceback" in argv) as ending:
-            if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == "end_at_once":
-                signal.signal(signal.SIGINT, signal.default_int_handler)
             lists = {a.option_strings[0] for a in self._actions if isinstance(a.default, list)}
             refuse_repeated(argv, but=lists)
             options = self.parse_args(argv)
-            with announced(self.title, "stopping"), plain_warnings(self.title, options.quiet):
+            with plain_warnings(self.title, options.quiet):
                 code = body(options)
         return ending.code or code or 0

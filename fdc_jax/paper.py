@@ -20,7 +20,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -438,13 +438,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--ray_gpus", type=float, default=1.0, help="GPUs of a run that Ray starts (default 1)")
     fields = [word for word in argv if word.startswith("--config.")]
     rest = [word for word in argv if not word.startswith("--config.")]
-    with errors.stop_on_signals(
-        program.title, "stopping the runs, which save a checkpoint"
-    ) as stop:
-        return program.run(lambda options: sweep(options, fields, stop), rest)
+    return program.run(lambda options: sweep(options, fields), rest)
 
 
-def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
+def _stop_on_signals() -> AbstractContextManager[StopRequest]:
+    text = "stopping the runs, which save a checkpoint"
+    return errors.stop_on_signals("fdc_jax.paper", text)
+
+
+def sweep(options: Namespace, fields: Sequence[str]) -> int:
     """Plans, runs and reports; returns the code of the first run that failed, or 0."""
     check_writable_folder("--workdir", options.workdir)
     if options.ray is not None and importlib.util.find_spec("ray") is None:
@@ -457,17 +459,19 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
     runs, missing = plan(options, dict(word.split("=", 1) for word in fields))
     usable = [run for run in runs if run.benchmark not in missing and not run.conflict]
     todo = [run for run in usable if not run.results]
-    machines = measure(runs, stop) if todo or options.dry_run else {}
+    with _stop_on_signals() as stop:
+        machines = measure(runs, stop) if todo or options.dry_run else {}
     if not options.quiet:
         print(describe(runs, missing, machines), flush=True)
     if options.dry_run:
         return 0
     failed: dict[Path, Outcome] = {}
     runner = work if options.ray is None else work_with_ray
-    for run, outcome in runner(usable, options, stop) if todo else ():
-        failed |= {run.folder: outcome} if outcome[0] else {}
-        possible = [run for run in usable if run.folder not in failed]
-        _say(_ending(run, outcome, possible, machines), options.quiet)
+    with _stop_on_signals() as stop:
+        for run, outcome in runner(usable, options, stop) if todo else ():
+            failed |= {run.folder: outcome} if outcome[0] else {}
+            possible = [run for run in usable if run.folder not in failed]
+            _say(_ending(run, outcome, possible, machines), options.quiet)
     for benchmark, text in missing.items():
         _say(f"missing: {paper.benchmark_title(benchmark)}: {text}")
     for run in runs:
@@ -486,11 +490,11 @@ def sweep(options: Namespace, fields: Sequence[str], stop: StopRequest) -> int:
             if not page.exists() or page.stat().st_mtime < max(
                 file.stat().st_mtime for file in done
             ):
-                measure_latency(usable, options.quiet, stop)
+                with _stop_on_signals() as stop:
+                    measure_latency(usable, options.quiet, stop)
                 _say(f"writes {page}", options.quiet)
                 hosts = {run.benchmark: configuration.of_host(run.config) for run in usable}
-                with stop.at_once():
-                    report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
+                report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
         if not options.quiet:
             for table in ("benchmark", "selection"):
                 if (path := page.parent / "tables" / f"{table}.txt").exists():

@@ -17,7 +17,7 @@ from jax.errors import JaxRuntimeError
 import fdc_jax
 from fdc_jax import __main__ as programs
 from fdc_jax import command
-from fdc_jax.errors import Program
+from fdc_jax.errors import Interrupted, Program, stop_on_signals
 from fdc_jax.run import configuration
 from tests import small_runs
 
@@ -90,124 +90,104 @@ def test_a_deleted_folder_or_a_closed_output_is_no_traceback(shell, text, tmp_pa
     assert text in done.stderr
 
 
-# Ctrl-C at the first import of a module that swallows it.
-INTERRUPTED = """
-import os, signal, sys
+# Signals ------------------------------------------------------------------------------------------
+
+# A signal at the first import of a module, within a block that swallows exceptions.
+IMPORTS = """
+import os, sys
 class Finder:
     def find_spec(self, name, *_):
-        if name == "numpy":
+        if name == {module!r}:
             try:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), {number})
             except KeyboardInterrupt:
                 pass
 sys.meta_path.insert(0, Finder())
 from fdc_jax.__main__ import main
 main()
 """
-
-
-@pytest.mark.parametrize("module", ["argparse", "numpy"])
-@pytest.mark.parametrize("name", ["predict", "export", "posthoc"])
-def test_ctrl_c_while_modules_are_imported_is_one_line(name, module):
-    """Those of the first moments, too, whose import ends in a traceback otherwise."""
-    script = INTERRUPTED.replace("numpy", module)
-    words = [sys.executable, "-c", script, name, "somewhere", "x.png"]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "fdc_jax: stopped by SIGINT\n")
-
-
-# A body that keeps the main thread for hours, as a compiled program may for minutes.
-BUSY = """
-import hashlib, signal, sys, threading
-from fdc_jax.errors import Program, stop_on_signals
-signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells ignore it in the background.
-def work(*_):
-    threading.Timer(1, print, ["works"], {"flush": True}).start()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
-if sys.argv[1] == "run":
-    with stop_on_signals():
-        work()
-else:
-    Program(sys.argv[1], "").run(work, [])
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "number", "text"),
-    [
-        ("run", signal.SIGINT, "stopping after this step, with a checkpoint; a second Ctrl-C"),
-        ("run", signal.SIGTERM, "stopping after this step, with a checkpoint; a second SIGTERM"),
-        ("predict", signal.SIGINT, "stopping; a second Ctrl-C"),
-    ],
-)
-def test_a_signal_is_answered_while_the_process_is_busy(name, number, text):
-    with subprocess.Popen(
-        [sys.executable, "-c", BUSY, name],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout.readline() == "works\n"
-        process.send_signal(number)
-        assert process.stderr.readline() == f"fdc_jax.{name}: {text} ends at once\n"
-        while process.poll() is None:
-            process.send_signal(number)
-            time.sleep(0.1)
-        assert process.returncode == 128 + number
-
-
-def test_a_stop_within_a_block_that_does_not_poll():
-    script = (
-        "import signal, time; from fdc_jax.errors import Ending, stop_on_signals\n"
-        "with Ending('t') as ending, stop_on_signals() as stop, stop.at_once():\n"
-        "    signal.raise_signal(signal.SIGTERM)\n"
-        "    time.sleep(600)\n"
-        "assert ending.code == 75 and stop.requested()\n"
-        "with stop_on_signals() as stop:\n"
-        "    with stop.at_once():\n"
-        "        pass\n"
-        "    signal.raise_signal(signal.SIGTERM)\n"
-        "assert stop.requested()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert b"t: stopped by SIGTERM; the same command resumes" in done.stderr.splitlines()
-
-
-# Ctrl-C in a callback of the garbage collector, which JAX has, too.
-COLLECTED = """
-import gc, signal, sys, time
-from fdc_jax.errors import Ending, Program, stop_on_signals
-signal.signal(signal.SIGINT, signal.default_int_handler)
-def body(options):
+# A signal in a callback of the garbage collector, where Python ignores exceptions.
+COLLECTS = """
+import gc, signal, sys, time, types
+from fdc_jax.__main__ import load
+def main():
     def interrupt(*_):
         gc.callbacks.remove(interrupt)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal({number})
     gc.callbacks.append(interrupt)
     gc.collect()
-    time.sleep(10)
-if sys.argv[1] == "run":
-    with Ending("fdc_jax.run") as ending, stop_on_signals() as stop, stop.at_once():
-        body(None)
-    sys.exit(ending.code)
-sys.exit(Program("predict", "").run(body, []))
+    time.sleep(60)
+for module in ("command", "paper", "predict"):
+    sys.modules[f"fdc_jax.{{module}}"] = types.SimpleNamespace(main=main)
+load(sys.argv[1])()
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "text"),
-    [
-        ("run", 75, "stopped by SIGINT; the same command resumes"),
-        ("predict", 130, "stopped by SIGINT"),
-    ],
-)
-def test_a_signal_is_not_lost_in_the_garbage_collector(name, code, text):
-    words = [sys.executable, "-c", COLLECTED, name]
+def assert_ends_at_once(script, name, number):
+    words = [sys.executable, "-c", script.format(module="numpy", number=int(number)), name]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
-    line = f"fdc_jax.{name}: {text}"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, line), done.stderr
-    assert "Traceback" not in done.stderr
+    resumes = name in ("run", "paper")
+    code = 75 if resumes else 128 + number
+    text = f"stopped by {number.name}{'; the same command resumes' if resumes else ''}"
+    assert (done.returncode, done.stderr) == (code, f"fdc_jax.{name}: {text}\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_a_signal_while_modules_are_imported_is_one_line(name, number):
+    assert_ends_at_once(IMPORTS, name, number)
+
+
+def test_a_signal_at_the_first_import_is_one_line():
+    assert_ends_at_once(IMPORTS.replace("{module!r}", "'importlib'"), "predict", signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["run", "paper", "predict"])
+def test_a_signal_is_not_lost_in_the_garbage_collector(name, number):
+    assert_ends_at_once(COLLECTS, name, number)
+
+
+# A loop that does not look at its request to stop.
+LOOPS = """
+import time
+from fdc_jax.errors import stop_on_signals
+with stop_on_signals() as stop:
+    print("loops", flush=True)
+    while not stop.requested():
+        time.sleep(0.05)
+    print("stops", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request_and_the_second_ends(number):
+    words = [sys.executable, "-c", LOOPS]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(words, cwd=REPOSITORY, **pipes) as process:
+        assert process.stdout.readline() == "loops\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "stops\n"
+        process.send_signal(number)  # as `timeout` does, which signals a process and its group
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        text = f"stopping after this step, with a checkpoint; a second {name} ends at once"
+        assert process.stderr.readline() == f"fdc_jax.run: {text}\n"
+        time.sleep(0.1)
+        assert process.poll() is None
+        time.sleep(0.6)
+        process.send_signal(number)
+        assert process.wait() == 128 + number
+
+
+def test_handlers_are_those_of_before_after_the_loop():
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested()
+        with pytest.raises(Interrupted, match="stopped by SIGTERM; the same command resumes"):
+            stop.poll()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

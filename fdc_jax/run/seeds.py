@@ -39,25 +39,21 @@ def run(
         TrainingError: a loss is not finite.
         Interrupted: SIGTERM or Ctrl-C; everything is saved.
     """
-    if stop is None:
-        with stop_on_signals() as stop:
-            return run(config, workdir, quiet, stop)
-    if processes.count() > 1:
-        stop.agree = processes.Agreement()
     quiet = quiet or not processes.is_first()
-    stop.poll()
-    with jax.enable_x64(False), _explained(config), contextlib.ExitStack() as locks:
-        with stop.at_once():
-            setup, folders = _set_up(config, workdir, quiet)
+    with jax.enable_x64(False), _explained(config), contextlib.ExitStack() as stack:
+        setup, folders = _set_up(config, workdir, quiet)
         fields = configuration.flatten(config).items()
         shared = {f"config.{n}": v for n, v in fields if n not in configuration.OF_A_HOST}
         processes.check_same(shared | setups.checksums(setup, setup.tasks))
         processes.on_first(weights.remember)(setup.pretrained, setup.cache)
         if not quiet:
             print(describe(setup), file=sys.stderr, flush=True)
-        lock = processes.on_first(lambda folder: locks.enter_context(locked(folder / ".lock")))
+        lock = processes.on_first(lambda folder: stack.enter_context(locked(folder / ".lock")))
         for folder in folders.values():
             lock(folder)
+        stop = stop or stack.enter_context(stop_on_signals())
+        if processes.count() > 1:
+            stop.agree = processes.Agreement()
         all_results = []
         for seed, folder in folders.items():
             stop.poll()
