@@ -63,6 +63,7 @@ def open_folder(
     upright: bool = True,  # see `images.decode`
     workers: int = 0,  # number of decoding threads; 0: one per core
     quiet: bool = True,  # whether to hide progress
+    skipped: Skipped | None = None,  # of an archive that was unpacked here
 ) -> tuple[Dataset, Dataset]:
     """Returns the training and the test images of a folder.
 
@@ -72,7 +73,8 @@ def open_folder(
     Raises:
         InputError: folders, classes or images are not as expected; names all faults of one kind.
     """
-    root, skipped = Path(os.path.abspath(root)), Skipped()
+    root = Path(os.path.abspath(root))
+    skipped = Skipped() if skipped is None else skipped
     try:
         splits = _arrange(*_search(root, skipped), skipped)
         if pooled := splits.get(""):
@@ -247,7 +249,9 @@ def _tops(files: Mapping[Path, _Parts], folders: set[_Parts]) -> dict[str, _Part
             test = test_names.get(top)
             return {"train": (*top, "train"), "test": (*top, test)} if test else {"": top}
     names = sorted({folder[0] for folder in folders if folder})[:10]
-    raise InputError(f"expected {_LAYOUTS}; found {', '.join(names) or 'no folder'}")
+    loose = sum(len(parts) == 1 for parts in files.values())
+    outside = f"{counted(loose, 'image')} outside of folders; " if loose else ""
+    raise InputError(f"expected {_LAYOUTS}; {outside}found {', '.join(names) or 'no folder'}")
 
 
 def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, list[ImageFile]]:

@@ -1,11 +1,10 @@
 """Sources of images: a folder or an archive, data prepared by TFDS, CIFAR-100, the digits."""
 
 import os
-import shutil
 from pathlib import Path
 
 from fdc_jax.data import archive, benchmarks, cifar100, folder
-from fdc_jax.data.dataset import Dataset
+from fdc_jax.data.dataset import Dataset, Skipped
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import locked, named_path
 
@@ -57,7 +56,7 @@ def open_splits(
     Raises:
         InputError: the data do not exist, or are damaged.
     """
-    benchmark, cache = benchmarks.BENCHMARKS.get(name), cache / "data"
+    benchmark, cache = benchmarks.BENCHMARKS.get(name), cache.absolute() / "data"
     if name == "digits":
         if source:
             raise InputError(f"config.data.source: expected none, digits are embedded: {source}")
@@ -77,6 +76,7 @@ def open_splits(
                 return cifar100.open_cifar100(cache, path)
             existing = {path, *cache.iterdir()}
             root = path if path.is_dir() else archive.unpack(path, cache)
+            skipped = Skipped() if path.is_dir() else archive.skipped(root)
             try:
                 return folder.open_folder(
                     root,
@@ -88,10 +88,11 @@ def open_splits(
                     upright=upright,
                     workers=workers,
                     quiet=quiet,
+                    skipped=skipped,
                 )
             except InputError as error:
                 if root not in existing:  # Only this call reads the folder; it may be large.
-                    shutil.rmtree(root)
+                    archive.remove(root)
                 raise InputError(str(error).replace(str(root), str(path))) from error
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     prepared = named_path("config.data.dir", data_dir or default)

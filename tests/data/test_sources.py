@@ -1,6 +1,7 @@
 """Which source a configuration names, and the benchmarks as folders and archives."""
 
 import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -125,8 +126,11 @@ def test_sources_that_are_refused(tmp_path, monkeypatch, benchmark, source, mess
 
 
 CONTENTS = {
-    "flat": ({"a.png": b"", "b.png": b""}, "found no folder$"),
-    "zip in a zip": ({"photos.zip": b"PK"}, r"found no folder; .* image: 1 \(1 .zip\)$"),
+    "flat": ({"a.png": b"", "b.png": b""}, "; 2 images outside of folders; found no folder$"),
+    "zip in a zip": (
+        {"photos.zip": b"PK"},
+        r"found no folder; .* image: 1 \(1 .zip\)$",
+    ),
     "unreadable": (
         {f"{split}/ant/{n}.png": b"no image" for n, split in enumerate(("train", "test"))},
         "2 of 2 images cannot be read: .*/mine.zip/test/ant/1.png: cannot decode",
@@ -135,14 +139,30 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize(("files", "message"), CONTENTS.values(), ids=CONTENTS)
-def test_an_archive_is_named_by_its_own_path_and_does_not_stay_unpacked(tmp_path, files, message):
+def test_an_archive_is_named_by_its_own_path_and_does_not_stay_unpacked(
+    tmp_path, files, message, monkeypatch
+):
     with zipfile.ZipFile(tmp_path / "mine.zip", "w") as packed:
         for name, content in files.items():
             packed.writestr(name, content)
-    with pytest.raises(InputError, match=message) as caught:
-        sources.open_splits("mine", tmp_path / "cache", source=str(tmp_path / "mine.zip"))
-    assert "cache" not in str(caught.value) and str(tmp_path / "mine.zip") in str(caught.value)
-    assert not [path for path in (tmp_path / "cache" / "data").iterdir() if path.is_dir()]
+    monkeypatch.chdir(tmp_path)
+    for cache in (tmp_path / "cache", Path("relative_cache")):
+        with pytest.raises(InputError, match=message) as caught:
+            sources.open_splits("mine", cache, source=str(tmp_path / "mine.zip"))
+        assert "cache" not in str(caught.value) and str(tmp_path / "mine.zip") in str(caught.value)
+        assert not [path for path in (cache / "data").iterdir() if path.is_dir()]
+
+
+def test_links_of_an_archive_are_counted_whenever_it_is_opened(tmp_path, pilot):
+    with tarfile.open(tmp_path / "mine.tar", "w") as packed:
+        packed.add(pilot, "mine")
+        link = tarfile.TarInfo("mine/train/10/link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "0.JPEG"
+        packed.addfile(link)
+    for _ in range(2):
+        source = str(tmp_path / "mine.tar")
+        train, _ = sources.open_splits("mine", tmp_path / "cache", source=source)
+        assert train.skipped.paths["links in the archive"] == ["mine/train/10/link.png"]
 
 
 def test_an_unpacked_archive_that_another_run_reads_stays(tmp_path, pilot):
