@@ -170,6 +170,17 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
     same(found, first)
 
 
+@pytest.mark.parametrize(("saved", "bits"), [(12, 12), (16, 16), (0, 16)])
+def test_grey_of_16_bits_has_the_scale_of_the_run(whole, cache, saved, bits):
+    run = fdc_jax.open_run(whole)
+    run.config["data.grey_bits"] = saved
+    values = (200, 300, 3000, 5000)
+    grey = [Image.fromarray(np.full((9, 9), value, np.uint16)) for value in values]
+    images = Predictions(run, grey).images
+    actual = [int(np.asarray(images.image(index)).max()) for index in range(4)]
+    assert actual == [min(value >> (bits - 8), 255) for value in values]
+
+
 def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
     opened = fdc_jax.open_run(whole)
     opened.config["evaluation.batch_size"] = 4

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from jaxtyping import Int
 from PIL import Image
 
 from fdc_jax.data import images
-from fdc_jax.errors import escaped
+from fdc_jax.errors import counted, escaped
 
 # Accepted names of a split for testing, by preference.
 TEST_NAMES = ("test", "val", "validation")
@@ -22,7 +22,7 @@ TEST_NAMES = ("test", "val", "validation")
 
 @dataclasses.dataclass
 class Skipped:
-    """Paths that a search for images skips or reports, by reason."""
+    """Files and frames that are skipped, and images to report, by reason."""
 
     paths: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     OTHER: ClassVar[str] = "files without the suffix of an image"
@@ -63,6 +63,7 @@ class Dataset:
     # Maps an image index to the file's content, or to decoded pixels; thread-safe.
     read: Callable[[int], bytes | Image.Image]
     upright: bool = False  # whether to apply the orientation in EXIF data
+    grey_bits: int = 0  # of grey of 16 bits, see `images.decode`; 0: no such image
     pixel_hashes: Callable[[], Sequence[bytes]] = tuple  # `images.pixels_sha256` per image
     skipped: Skipped = dataclasses.field(default_factory=lambda: Skipped())  # in both splits
 
@@ -71,7 +72,7 @@ class Dataset:
 
     def image(self, index: int) -> Image.Image:
         """Returns a decoded image; raises InputError if it cannot be read."""
-        return images.decode(self.read(index), self.describe(index), self.upright)
+        return images.decode(self.read(index), self.describe(index), self.upright, self.grey_bits)
 
     def describe(self, index: int) -> str:
         """Returns the name of an image in error messages."""
@@ -81,12 +82,66 @@ class Dataset:
     def checksum(self) -> str:
         """SHA-256 of names, labels and pixels, whatever their order, in 64 hexadecimal digits."""
         digest = hashlib.sha256(json.dumps(list(self.class_names)).encode())
+        if self.grey_bits:
+            digest.update(f"\ngrey of {self.grey_bits} bits".encode())
         for name, label, pixels in self._records():
             digest.update(os.fsencode(f"\n{name}\t{label}\t{pixels.hex()}"))
         return digest.hexdigest()
 
     def _records(self) -> list[tuple[str, int, bytes]]:
         return sorted(zip(self.ids, self.labels.tolist(), self.pixel_hashes(), strict=True))
+
+
+def noted(
+    train: Dataset, test: Dataset, facts: Mapping[str, Sequence[images.Facts]]
+) -> tuple[Dataset, Dataset]:
+    """Returns both splits, after `skipped` has all that is to say of their files and pictures.
+
+    `facts` has those of every image by split.
+    """
+    for split in (train, test):
+        _note_files(split, facts.get(split.split, ()))
+        _note_two_classes(split)
+    in_train = {*train.pixel_hashes()}
+    for name, pixels in zip(test.ids, test.pixel_hashes(), strict=True):
+        if pixels in in_train:
+            train.skipped.add("test images that are in train, too", ("test", name))
+    return train, test
+
+
+def _note_files(split: Dataset, facts: Sequence[images.Facts]) -> None:
+    """Adds files with further frames, and grey of 16 bits, to `skipped`."""
+    further = counted(sum(fact.frames - 1 for fact in facts), "frame")
+    for name, fact in zip(split.ids, facts, strict=False):
+        if fact.frames > 1:
+            reason = f"files with {further} after the first in {split.split}"
+            split.skipped.add(reason, (f"{name} has {fact.frames}",))
+        if fact.grey_bits:
+            reason = f"grey images whose {split.grey_bits} bits are scaled to 8"
+            split.skipped.add(reason, (split.split, name))
+        if fact.grey_bits > split.grey_bits:
+            reason = f"grey images with values of more than {split.grey_bits} bits, which are cut"
+            split.skipped.add(reason, (split.split, name))
+
+
+def _note_two_classes(split: Dataset) -> None:
+    """Adds pictures in two classes to `skipped`, each with the first image of the same pixels."""
+    first_index: dict[bytes, int] = {}
+    pairs: list[str] = []
+    classes: collections.Counter[tuple[int, int]] = collections.Counter()
+    for index, pixels in enumerate(split.pixel_hashes()):
+        first = first_index.setdefault(pixels, index)
+        labels = int(split.labels[first]), int(split.labels[index])
+        if labels[0] != labels[1]:
+            pairs.append(f"{split.ids[first]} = {split.ids[index]}")
+            classes[min(labels), max(labels)] += 1
+    if pairs:
+        most, _ = classes.most_common(1)[0]
+        names = " and ".join(split.class_names[label] for label in most)
+        text = f"{counted(len(classes), 'pair')} of classes, such as {names}"
+        reason = f"the same picture in two classes of {split.split} ({text})"
+        for pair in pairs:
+            split.skipped.add(reason, (pair,))
 
 
 def class_checksums(*splits: Dataset) -> dict[str, str]:

@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, images
-from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers
+from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers, noted
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import FileState, file_state, open_regular, read_json, write_json
 
@@ -44,6 +44,15 @@ _Parts = tuple[str, ...]  # names of a path below the searched folder, in Unicod
 _Checksum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
+class _Remembered(NamedTuple):
+    """Facts of an image in the cache, and the state of its file."""
+
+    state: FileState
+    sha256: _Checksum
+    grey_bits: int
+    frames: int
+
+
 class ImageFile(NamedTuple):
     """An image file of a folder."""
 
@@ -61,6 +70,7 @@ def open_folder(
     test_share: float = 0.0,  # of each class, if the folder has no train and test; 0: an error then
     allow_overlap: bool = False,  # whether images of train may be in test, too
     upright: bool = True,  # see `images.decode`
+    grey_bits: int = 0,  # of grey of 16 bits; 0: those of the largest value of all images
     workers: int = 0,  # number of decoding threads; 0: one per core
     quiet: bool = True,  # whether to hide progress
     skipped: Skipped | None = None,  # of an archive that was unpacked here
@@ -96,17 +106,17 @@ def open_folder(
         skipped.add("classes without test images", (class_names[label],))
     digits = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     hash_file, files = cache / f"{name[:50]}-{digits}.json", splits["train"] + splits["test"]
-    hashes = _pixel_hashes(name, files, hash_file, upright, workers or default_workers(), quiet)
-    train_paths = {hashes[file.path]: file.path for file in splits["train"]}
-    shared = [file for file in splits["test"] if hashes[file.path] in train_paths]
+    by_path = _examine(name, files, hash_file, upright, workers or default_workers(), quiet)
+    scale = images.grey_scale(grey_bits, by_path.values())
+    facts = {split: [by_path[file.path] for file in files] for split, files in splits.items()}
+    train_paths = {by_path[file.path].sha256: file.path for file in splits["train"]}
+    shared = [file for file in splits["test"] if by_path[file.path].sha256 in train_paths]
     if shared and not allow_overlap:
         raise InputError(
             f"{root}: expected no image of train in test, found {len(shared):,}, such as "
-            f"{shared[0].path}, which is {train_paths[hashes[shared[0].path]]}, too; "
+            f"{shared[0].path}, which is {train_paths[by_path[shared[0].path].sha256]}, too; "
             "config.data.allow_overlap=True accepts them"
         )
-    for file in shared:
-        skipped.add("test images that are in train, too", ("test", file.name))
 
     def dataset(split: str) -> Dataset:
         files = splits[split]
@@ -119,11 +129,12 @@ def open_folder(
             class_names=class_names,
             read=lambda index: content(files[index].path),
             upright=upright,
-            pixel_hashes=lambda: [hashes[file.path] for file in files],
+            grey_bits=scale,
+            pixel_hashes=lambda: [fact.sha256 for fact in facts[split]],
             skipped=skipped,
         )
 
-    return dataset("train"), dataset("test")
+    return noted(dataset("train"), dataset("test"), facts)
 
 
 def content(path: Path) -> bytes:
@@ -275,44 +286,47 @@ def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, 
     }
 
 
-def _pixel_hashes(
+def _examine(
     name: str, files: list[ImageFile], store: Path, upright: bool, workers: int, quiet: bool
-) -> dict[Path, bytes]:
-    """Returns the hash of every image's pixels.
+) -> dict[Path, images.Facts]:
+    """Returns the facts of every image.
 
-    `store` is the file that remembers hashes; it is written even if the pass is interrupted.
+    `store` is the file that remembers facts; it is written even if the pass is interrupted.
     """
-    remembered: dict[str, tuple[FileState, str]] = {}
+    remembered: dict[str, _Remembered] = {}
     with contextlib.suppress(InputError, msgspec.ValidationError):  # A damaged file is replaced.
-        remembered = msgspec.convert(read_json(store), dict[str, tuple[FileState, _Checksum]])
-    states, hashes = {}, {}
+        remembered = msgspec.convert(read_json(store), dict[str, _Remembered])
+    states, facts = {}, {}
     for path in (file.path for file in files):
         states[path] = file_state(path)
-        state, pixels = remembered.get(str(path), (None, ""))
-        if state == states[path]:
-            hashes[path] = bytes.fromhex(pixels)
-    new = [path for path in states if path not in hashes]
+        known = remembered.get(str(path))
+        if known is not None and known.state == states[path]:
+            facts[path] = images.Facts(bytes.fromhex(known.sha256), known.grey_bits, known.frames)
+    new = [path for path in states if path not in facts]
     if not new:
-        return hashes
+        return facts
     unreadable: list[str] = []
 
-    def decode(path: Path) -> None:
+    def look(path: Path) -> None:
         try:
-            image = images.decode(content(path), str(path), upright)
-            hashes[path] = images.pixels_sha256(np.asarray(image))
+            facts[path] = images.examine(content(path), str(path), upright)
         except InputError as error:
             unreadable.append(str(error))
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="hash")
     try:
         bar = {"unit": "image", "disable": quiet or None}  # None: no bar outside of a terminal.
-        collections.deque(tqdm(pool.map(decode, new), name, len(new), **bar), maxlen=0)
+        collections.deque(tqdm(pool.map(look, new), name, len(new), **bar), maxlen=0)
     finally:
         pool.shutdown(cancel_futures=True)
-        write_json(store, {str(path): (states[path], hashes[path].hex()) for path in [*hashes]})
+        rows = {
+            str(path): _Remembered(states[path], fact.sha256.hex(), fact.grey_bits, fact.frames)
+            for path, fact in [*facts.items()]
+        }
+        write_json(store, msgspec.to_builtins(rows))
     if unreadable:
         raise InputError(
             f"{name}: {len(unreadable)} of {counted(len(files), 'image')} cannot be read: "
             + "; ".join(sorted(unreadable))
         )
-    return hashes
+    return facts

@@ -2,17 +2,21 @@
 
 The device converts to floating point and applies the input range. The user's own photographs are
 turned upright by their EXIF orientation, with transparent pixels on white; benchmarks keep pixels
-as they are stored, as PILOT does. Grey of 12 or 16 bits is scaled to 8 bits.
+as they are stored, as PILOT does. Grey of 9 to 16 bits is scaled to 8 bits, by one scale for a data
+set.
 """
 
 import contextlib
 import hashlib
 import io
 import math
+import re
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Integer, UInt8
 from PIL import ExifTags, Image, ImageOps
 
 from fdc_jax.errors import InputError, line
@@ -43,17 +47,65 @@ _SIXTEEN_BITS = (("I", "PNG"), ("I", "PPM"))
 _REFUSED = {"F": "floating-point numbers", "I": "32-bit integers"}
 
 
-def decode(encoded: bytes | Image.Image, description: str, upright: bool = False) -> Image.Image:
+class Facts(NamedTuple):
+    """Facts of an image file."""
+
+    sha256: bytes  # of size and pixels, 32 bytes
+    grey_bits: int  # bits of the largest value of grey of 16 bits, at least 8; 0 for other images
+    frames: int  # frames or pages, of which only the first is read
+
+
+def decode(
+    encoded: bytes | Image.Image, description: str, upright: bool = False, grey_bits: int = 0
+) -> Image.Image:
     """Returns the image in mode RGB, all pixels read.
 
     Args:
         encoded: content of a file, or an image of Pillow, which is not changed.
         description: name of the image in the error message.
         upright: whether to apply the EXIF orientation, and to put transparent pixels on white.
+        grey_bits: bits of the values of grey of 16 bits; larger values become white. 0: those of
+            the image's largest value.
 
     Raises:
         InputError: Pillow cannot read the whole image, or its pixels have neither 8 nor 16 bits.
     """
+
+    def upper_bits(values: Integer[np.ndarray, "h w"]) -> UInt8[np.ndarray, "h w"]:
+        bits = grey_bits or _bits(values)
+        return np.minimum(values >> (bits - 8), 255).astype(np.uint8)
+
+    with _opened(encoded, description) as image:
+        return _rgb(image, upright, upper_bits)
+
+
+def examine(encoded: bytes, description: str, upright: bool = False) -> Facts:
+    """Returns facts of an image file; arguments and errors are those of `decode`."""
+
+    def both_bytes(values: Integer[np.ndarray, "h w"]) -> UInt8[np.ndarray, "h w 3"]:
+        return np.stack([values >> 8, values & 255, 0 * values], axis=-1).astype(np.uint8)
+
+    with _opened(encoded, description) as image:
+        pixels, frames = np.asarray(_rgb(image, upright, both_bytes)), 1
+        bits = _bits(np.asarray(image)) if _is_sixteen_bits(image) else 0
+        with contextlib.suppress(Exception):  # Damage after the first frame is of no importance.
+            # The second image of an MPO file, which cameras write, is another view of the first.
+            frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    return Facts(pixels_sha256(pixels), bits, frames)
+
+
+def grey_scale(wanted: int, facts: Iterable[Facts]) -> int:
+    """Returns the wanted `grey_bits` of a data set, by default (0) those of its largest value.
+
+    Without grey of 16 bits they are 0.
+    """
+    largest = max((fact.grey_bits for fact in facts), default=0)
+    return wanted if wanted and largest else largest
+
+
+@contextlib.contextmanager
+def _opened(encoded: bytes | Image.Image, description: str) -> Iterator[Image.Image]:
+    """Yields an image of Pillow; raises InputError for any error of the block."""
     try:
         image = encoded
         if isinstance(image, bytes):
@@ -62,36 +114,48 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
             raise ValueError(f"expected pixels of 8 or 16 bits, found {_REFUSED[image.mode]}")
         if 0 in image.size:
             raise ValueError("expected pixels, found none")
-        pixels = _rgb(image, on_white=upright)
-        if upright:
-            with contextlib.suppress(Exception):  # No orientation, or damaged EXIF data.
-                orientation = ExifTags.Base.Orientation
-                pixels.getexif()[orientation] = image.getexif()[orientation]
-                ImageOps.exif_transpose(pixels, in_place=True)
-        return pixels
+        yield image
     except Exception as error:  # Pillow's parsers raise a dozen types on damaged files.
         reason = line(error)
         if isinstance(error, Image.UnidentifiedImageError) and isinstance(encoded, bytes):
             reason = foreign(encoded[:1024]) or "not a known image format"
             if encoded[4:11] == b"ftyphei" and not HEIC:
                 reason = "HEIC needs a package: pip install pillow-heif"
+        if isinstance(error, Image.DecompressionBombError):
+            found, limit = (int(number) for number in re.findall(r"\d+", reason)[:2])
+            reason = f"expected at most {limit:,} pixels, found {found:,}"
         raise InputError(f"{description}: cannot decode this image: {reason}") from error
 
 
-def _rgb(image: Image.Image, on_white: bool) -> Image.Image:
-    """Returns an image in mode RGB; transparent pixels are put on white or keep their colour."""
-    if image.mode.startswith("I;16") or image.mode == "I":
-        pixels = np.asarray(image)
-        bits = next(bits for bits in (8, 12, 16) if pixels.max() < 2**bits)
-        image = Image.fromarray((pixels >> (bits - 8)).astype(np.uint8))
-    if on_white and image.has_transparency_data:
+def _is_sixteen_bits(image: Image.Image) -> bool:
+    return image.mode.startswith("I;16") or image.mode == "I"
+
+
+def _bits(values: Integer[np.ndarray, "h w"]) -> int:
+    """Returns the number of bits of the largest value, at least 8."""
+    return max(8, int(values.max()).bit_length())
+
+
+def _rgb(
+    image: Image.Image, upright: bool, grey: Callable[[np.ndarray], np.ndarray]
+) -> Image.Image:
+    """Returns an image in mode RGB, see `decode`; `grey` maps values of 16 bits to pixels."""
+    exif, orientation = image.getexif, ExifTags.Base.Orientation
+    if _is_sixteen_bits(image):
+        image = Image.fromarray(grey(np.asarray(image)))
+    if upright and image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     if image.mode == "P":
         # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
         image = image.copy()
         image.info.pop("transparency", None)
-    return image.convert("RGB")
+    pixels = image.convert("RGB")
+    if upright:
+        with contextlib.suppress(Exception):  # No orientation, or damaged EXIF data.
+            pixels.getexif()[orientation] = exif()[orientation]
+            ImageOps.exif_transpose(pixels, in_place=True)
+    return pixels
 
 
 def pixels_sha256(pixels: UInt8[np.ndarray, "h w 3"]) -> bytes:

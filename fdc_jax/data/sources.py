@@ -44,8 +44,9 @@ def open_splits(
     *,
     source: str = "",  # folder or archive; if empty, the name decides
     data_dir: str = "",  # of TFDS; if empty, `$TFDS_DATA_DIR` or `~/tensorflow_datasets`
-    test_share: float = 0.0,  # as in `folder.open_folder`, like the next two
+    test_share: float = 0.0,  # as in `folder.open_folder`, like the next three
     allow_overlap: bool = False,  # True for every benchmark
+    grey_bits: int = 0,
     workers: int = 0,
     quiet: bool = True,
 ) -> tuple[Dataset, Dataset]:
@@ -86,6 +87,7 @@ def open_splits(
                     test_share=test_share,
                     allow_overlap=allow_overlap or benchmark is not None,
                     upright=upright,
+                    grey_bits=grey_bits,
                     workers=workers,
                     quiet=quiet,
                     skipped=skipped,
@@ -101,7 +103,7 @@ def open_splits(
 
         if version := tfds_format.find(name, prepared):
             partition = benchmark.partition if benchmark else "tfds"
-            return tfds_format.open_prepared(version, name, cache, partition, upright)
+            return tfds_format.open_prepared(version, name, cache, partition, upright, grey_bits)
     if name in benchmarks.ARCHIVES:  # TFDS has other divisions of these, or none.
         file, page = benchmarks.ARCHIVES[name]
         raise InputError(

@@ -24,7 +24,7 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from fdc_jax.data import images
-from fdc_jax.data.dataset import TEST_NAMES, Dataset, default_workers
+from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers, noted
 from fdc_jax.errors import InputError, escaped, line
 from fdc_jax.machine.files import file_state, open_regular, read_npz, read_object, write_npz
 
@@ -90,6 +90,7 @@ def open_prepared(
     cache: Path,  # folder that keeps labels, identifiers and hashes of all records
     partition: str,
     upright: bool,
+    grey_bits: int = 0,  # as in `folder.open_folder`
 ) -> tuple[Dataset, Dataset]:
     """Returns the training and the test images of prepared data, as `folder.open_folder` does.
 
@@ -101,41 +102,58 @@ def open_prepared(
     fields = _read_fields(folder, info.supervised_keys)
     stored = {split.name: split for split in info.splits}
 
-    def dataset(split: str) -> Dataset:
+    def read(split: str) -> tuple[_Records, dict[str, np.ndarray]]:
+        """Returns the records of a split, and the columns of `_index`."""
         names = TEST_NAMES if split == "test" else (split,)
         chosen = next(filter(None, map(stored.get, names)), None)
         if chosen is None:
             found = escaped(", ".join(stored))[:200] or "none"
             raise InputError(f"{folder}: expected the split {split}, found {found}")
         records = _Records(folder, info, chosen, fields)
-        where = f"{folder}: split {split}"
-        state = json.dumps([fields[:3], records.states])
+        state = json.dumps([images.Facts._fields, fields[:3], records.states])
         index_file = cache / f"{name}-{split}-{hashlib.sha256(state.encode()).hexdigest()[:16]}.npz"
+        where = f"{folder}: split {split}"
         try:
             columns = read_npz(index_file)
         except InputError:  # The file is missing or damaged.
             columns = _index(where, records, fields, upright)
             with contextlib.suppress(InputError):  # A full disk is no reason to stop.
                 write_npz(index_file, columns)
-        positions, labels = columns["positions"].tolist(), columns["labels"]
+        labels, count = columns["labels"], len(fields.class_names)
         if (labels < 0).any():
             raise InputError(f"{where}: expected the class of every image, found images without")
-        if (labels >= len(fields.class_names)).any():
-            count = len(fields.class_names)
+        if (labels >= count).any():
             raise InputError(f"{where}: expected classes below {count}, found {labels.max()}")
+        return records, columns
+
+    splits = {split: read(split) for split in ("train", "test")}
+    facts = {split: _facts(columns) for split, (_, columns) in splits.items()}
+    scale, skipped = images.grey_scale(grey_bits, facts["train"] + facts["test"]), Skipped()
+
+    def dataset(split: str) -> Dataset:
+        records, columns = splits[split]
+        positions = columns["positions"].tolist()
         return Dataset(
             name=name,
             split=split,
             partition=partition,
-            labels=labels.astype(np.int32),
+            labels=columns["labels"].astype(np.int32),
             ids=tuple(columns["ids"].tolist()),
             class_names=fields.class_names,
             read=lambda index: records[positions[index]].image,
             upright=upright,
-            pixel_hashes=lambda: [row.tobytes() for row in columns["sha256"]],
+            grey_bits=scale,
+            pixel_hashes=lambda: [fact.sha256 for fact in facts[split]],
+            skipped=skipped,
         )
 
-    return dataset("train"), dataset("test")
+    return noted(dataset("train"), dataset("test"), facts)
+
+
+def _facts(columns: dict[str, np.ndarray]) -> list[images.Facts]:
+    """Returns the facts of all images from the columns of `_index`."""
+    rows = zip(columns["sha256"], columns["grey_bits"], columns["frames"], strict=True)
+    return [images.Facts(sha256.tobytes(), int(bits), int(frames)) for sha256, bits, frames in rows]
 
 
 # The description ---------------------------------------------------------------------------------
@@ -369,24 +387,31 @@ def _shard_paths(folder: Path, info: _Info, split: _Split) -> list[Path]:
 
 
 def _index(where: str, records: _Records, fields: _Fields, upright: bool) -> dict[str, np.ndarray]:
-    """Returns labels, ids, positions and SHA-256 of all images, in an order independent of storage.
+    """Returns positions, labels, ids and facts of all images, in an order independent of storage.
 
     Records without a name are named by their position.
     """
 
-    def facts(position: int) -> tuple[int, str, bytes]:
+    def look(position: int) -> tuple[int, str, images.Facts]:
         record = records[position]
-        image = images.decode(record.image, records.describe(position), upright)
-        return record.label, record.name, images.pixels_sha256(np.asarray(image))
+        facts = images.examine(record.image, records.describe(position), upright)
+        return record.label, record.name, facts
 
     if not len(records):
         raise InputError(f"{where}: expected records, found none")
     with ThreadPoolExecutor(default_workers()) as pool:
-        labels, ids, hashes = zip(*pool.map(facts, range(len(records))), strict=True)
+        labels, ids, facts = zip(*pool.map(look, range(len(records))), strict=True)
     if len(set(ids)) != len(ids):
         ids = [f"{position:09d}{name and '_'}{name}" for position, name in enumerate(ids)]
-    names, label = np.array(ids, np.str_), np.array(labels, np.int64)
-    positions = np.argsort(names) if fields.name == "id" else np.lexsort((names, label))
-    sha256 = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
-    columns = {"labels": label, "ids": names, "sha256": sha256}
+    hashes, grey_bits, frames = zip(*facts, strict=True)
+    columns = {
+        "labels": np.array(labels, np.int64),
+        "ids": np.array(ids, np.str_),
+        "sha256": np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32),
+        "grey_bits": np.array(grey_bits),
+        "frames": np.array(frames),
+    }
+    names = columns["ids"]
+    by_id = fields.name == "id"
+    positions = np.argsort(names) if by_id else np.lexsort((names, columns["labels"]))
     return {"positions": positions} | {key: array[positions] for key, array in columns.items()}

@@ -80,6 +80,10 @@ class Data(Section):
         Literal["pilot01", "augreg", "model"],
         Meta(description="pixels in [0, 1]; augreg: in [-1, 1]; model: the file's"),
     ] = "pilot01"
+    grey_bits: Annotated[
+        Literal[0, 8, 9, 10, 11, 12, 13, 14, 15, 16],
+        Meta(description="of grey images of 16 bits; 0: those of their largest value"),
+    ] = 0
     train_per_class: Annotated[Count, Meta(description="images of each class, 0: all")] = 0
     test_per_class: Annotated[Count, Meta(description="test images of each class, 0: all")] = 0
     crop_scale: Annotated[

@@ -89,6 +89,7 @@ class Predictions:
             class_names=(),
             read=lambda index: _content(named_images[index][1]),
             upright=run.config["benchmark"] not in BENCHMARKS,  # as the training images were
+            grey_bits=run.config["data.grey_bits"] or 16,
         )
         self.unreadable = self.images.unreadable
         self.calibrator: Any = run.calibrator(self.method)

@@ -166,7 +166,7 @@ def describe(setup: Setup) -> str:
         f"{counted(len(tasks.tasks), 'task')}, {train:,} training and "
         f"{counted(len(tasks.test_indices), 'test image')}, "
         f"sha256 {tasks.train.checksum[:8]}, {tasks.test.checksum[:8]}"
-        + (f"\nskipped    {skipped}" if skipped else "")
+        + (f"\nimages     {skipped}" if skipped else "")
     )
 
 

@@ -69,6 +69,7 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
     _check_sizes(config, variant.width)  # before images are read, which may take long
     tasks = open_images(config, known, quiet)
     _check_sizes(config, variant.width, tasks)
+    config = configuration.changed(config, data={"grey_bits": tasks.train.grey_bits})
     if not config.train.epochs:
         # The paper trains for 20 epochs, on thousands of images a task.
         count = len(tasks.train_indices[0])
@@ -131,6 +132,7 @@ def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> T
         data_dir=data.dir,
         test_share=data.test_share,
         allow_overlap=data.allow_overlap,
+        grey_bits=data.grey_bits,
         workers=data.workers,
         quiet=quiet,
     )

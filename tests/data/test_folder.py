@@ -221,12 +221,12 @@ def test_a_file_name_that_is_no_text_works(photos, opened):
 def test_only_what_is_new_or_changed_is_looked_at(divided, opened, monkeypatch, tmp_path):
     looked = []
 
-    def watched(encoded, description, upright=False, decode=images.decode):
+    def watched(encoded, description, upright=False, examine=images.examine):
         if description.startswith(str(divided)):
             looked.append(Path(description).relative_to(divided).as_posix())
-        return decode(encoded, description, upright)
+        return examine(encoded, description, upright)
 
-    monkeypatch.setattr(images, "decode", watched)
+    monkeypatch.setattr(images, "examine", watched)
     first = opened(divided)
     assert len(looked) == 16
     assert first[0].pixel_hashes() == [
@@ -317,11 +317,11 @@ def test_every_unreadable_image_is_named_and_the_others_are_not_looked_at_again(
     for name in ("train/Bee/2.jpg", "test/ant/0.jpg", "train/ant/2.jpg"):
         assert str(divided / name) in str(caught.value)
     assert "\n" not in str(caught.value)
-    hashed = []
-    monkeypatch.setattr(images, "decode", lambda *_: Image.new("RGB", (2, 2)))
-    monkeypatch.setattr(images, "pixels_sha256", lambda image: hashed.append(image) or bytes(32))
+    looked = []
+    facts = images.Facts(bytes(32), 0, 1)
+    monkeypatch.setattr(images, "examine", lambda _, name, upright: looked.append(name) or facts)
     opened(divided, allow_overlap=True)
-    assert len(hashed) == 3
+    assert len(looked) == 3
 
 
 def test_an_image_of_train_in_test_is_refused_unless_it_is_allowed(divided, opened):
@@ -335,6 +335,92 @@ def test_an_image_of_train_in_test_is_refused_unless_it_is_allowed(divided, open
             opened(divided)
     text = "test images that are in train, too: 1 (test/Bee/7.jpg)"
     assert opened(divided, allow_overlap=True)[1].skipped.text() == text
+
+
+def test_a_picture_in_two_classes_is_named(divided, opened):
+    for name, number in (("Bee", 8), ("cat 10", 9)):
+        shutil.copy(divided / "train/ant/3.jpg", divided / f"train/{name}/{number}.jpg")
+    shutil.copy(divided / "train/cat 10/2.jpg", divided / "train/Bee/10.jpg")
+    shutil.copy(divided / "train/cat 10/2.jpg", divided / "train/cat 10/11.jpg")
+    shutil.copy(divided / "test/ant/0.jpg", divided / "test/Bee/9.jpg")
+    reason = "the same picture in two classes of"
+    for _ in range(2):
+        train, _ = opened(divided)
+        assert train.skipped.paths == {
+            f"{reason} train (2 pairs of classes, such as Bee and cat 10)": [
+                "Bee/8.jpg = ant/3.jpg",
+                "Bee/10.jpg = cat 10/11.jpg",
+                "Bee/10.jpg = cat 10/2.jpg",
+                "Bee/8.jpg = cat 10/9.jpg",
+            ],
+            f"{reason} test (1 pair of classes, such as Bee and ant)": ["Bee/9.jpg = ant/0.jpg"],
+        }
+
+
+GREY = {"train/a/0": 200, "train/a/1": 300, "train/b/0": 3000, "train/b/1": 1000}
+GREY |= {"test/a/0": 5000, "test/b/0": 400}
+
+
+@pytest.fixture
+def grey(tmp_path):
+    """A folder of grey images of 16 bits, of one value each, and an image of 8 bits."""
+    for number, (name, value) in enumerate(GREY.items()):
+        path = tmp_path / "grey" / f"{name}.{('png', 'tif')[number % 2]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 5), value, np.uint16)).save(path)
+    Image.new("L", (5, 4), 77).save(tmp_path / "grey/train/a/2.png")
+    return tmp_path / "grey"
+
+
+def values_of(*splits):
+    return {
+        f"{split.split}/{os.path.splitext(name)[0]}": int(np.asarray(split.image(index)).max())
+        for split in splits
+        for index, name in enumerate(split.ids)
+    }
+
+
+@pytest.mark.parametrize(("wanted", "bits"), [(0, 13), (16, 16), (10, 10)])
+def test_grey_of_a_data_set_has_one_scale(grey, opened, wanted, bits):
+    train, test = opened(grey, grey_bits=wanted)
+    assert train.grey_bits == test.grey_bits == bits
+    expected = {name: min(value >> (bits - 8), 255) for name, value in GREY.items()}
+    assert values_of(train, test) == expected | {"train/a/2": 77}
+    reason = f"grey images whose {bits} bits are scaled to 8"
+    assert [name.split(".")[0] for name in train.skipped.paths[reason]] == list(GREY)
+    cut = train.skipped.paths.get("grey images with values of more than 10 bits, which are cut", [])
+    assert cut == (["train/b/0.png", "test/a/0.png"] if bits == 10 else [])
+
+
+def test_the_scale_of_grey_is_part_of_the_checksum(grey, opened):
+    checksums = {opened(grey, grey_bits=bits)[0].checksum for bits in (0, 12, 13, 14)}
+    assert len(checksums) == 3
+    Image.fromarray(np.full((4, 5), 5001, np.uint16)).save(grey / "test/a/0.png")
+    train, test = opened(grey)
+    assert train.checksum in checksums and test.checksum != opened(grey, grey_bits=14)[1].checksum
+
+
+def test_images_of_8_bits_have_no_scale_of_grey(divided, opened):
+    assert [split.grey_bits for split in opened(divided, grey_bits=12)] == [0, 0]
+
+
+@pytest.mark.parametrize("suffix", ["tif", "png", "webp"])
+def test_further_frames_are_counted_and_named(divided, opened, photo, suffix):
+    pictures = [photo(8, 6, seed) for seed in range(4)]
+    options = {"save_all": True, **({"lossless": True} if suffix == "webp" else {})}
+    pictures[0].save(divided / f"train/ant/a.{suffix}", append_images=pictures[1:], **options)
+    pictures[1].save(divided / f"train/Bee/b.{suffix}", append_images=pictures[:1], **options)
+    pictures[2].save(divided / f"test/ant/c.{suffix}", **options)
+    for _ in range(2):
+        train, _ = opened(divided)
+        assert train.skipped.paths == {
+            "files with 4 frames after the first in train": [
+                f"Bee/b.{suffix} has 2",
+                f"ant/a.{suffix} has 4",
+            ]
+        }
+        index = train.ids.index(f"ant/a.{suffix}")
+        np.testing.assert_array_equal(train.image(index), pictures[0])
 
 
 def without_images(root):

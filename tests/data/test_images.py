@@ -1,5 +1,6 @@
 import io
 import math
+import zlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -158,6 +159,62 @@ def test_fewer_bits_in_sixteen_are_not_black(encode, bits):
     pixels = np.array([[0, 2 ** (bits - 1), 2**bits - 1]], np.uint16)
     found = np.asarray(images.decode(encode(pixels, "TIFF"), "x"))
     np.testing.assert_array_equal(found, grey_to_rgb([[0, 128, 255]]))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+def test_grey_keeps_its_order_across_images(encode, file_format):
+    values = (200, 300, 3000, 5000, 9000)
+    contents = [encode(np.full((2, 3), value, np.uint16), file_format) for value in values]
+    pixels = [np.asarray(images.decode(content, "x", grey_bits=13)) for content in contents]
+    assert [image.max() for image in pixels] == [200 >> 5, 300 >> 5, 3000 >> 5, 5000 >> 5, 255]
+    assert all(image.max() == image.min() for image in pixels)
+
+
+def test_facts_of_grey_tell_every_bit(encode):
+    facts = [
+        images.examine(encode(np.array([[0, value]], np.uint16), file_format), "x")
+        for value in (200, 4095, 4096, 5000, 5001)
+        for file_format in ("PNG", "TIFF")
+    ]
+    assert [fact.grey_bits for fact in facts] == [8, 8, 12, 12, 13, 13, 13, 13, 13, 13]
+    assert [fact.sha256 for fact in facts[::2]] == [fact.sha256 for fact in facts[1::2]]
+    assert len({fact.sha256 for fact in facts}) == 5
+
+
+def frames(count, file_format):
+    file, pictures = io.BytesIO(), [Image.new("RGB", (8, 6), (60 * i, 9, 9)) for i in range(count)]
+    pictures[0].save(file, file_format, save_all=True, append_images=pictures[1:])
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("file_format", ["TIFF", "PNG", "WEBP", "GIF", "MPO"])
+def test_frames_are_counted_and_the_first_is_read(file_format):
+    content = frames(4, file_format)
+    expected = 1 if file_format == "MPO" else 4
+    assert images.examine(content, "x").frames == expected
+    assert images.examine(frames(1, file_format), "x").frames == 1
+    np.testing.assert_allclose(
+        np.asarray(images.decode(content, "x"), int)[0, 0], [0, 9, 9], atol=9
+    )
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF"])
+def test_facts_are_those_of_the_decoded_image(photo, encode, file_format):
+    content = encode(photo(20, 10), file_format)
+    expected = images.pixels_sha256(np.asarray(images.decode(content, "x")))
+    assert images.examine(content, "x") == (expected, 0, 1)
+
+
+def test_an_image_of_too_many_pixels_is_named(encode):
+    content = bytearray(encode(Image.new("L", (1, 1))))
+    content[16:24] = (20_000).to_bytes(4, "big") + (10_000).to_bytes(4, "big")
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    message = (
+        r"^a/b.png: cannot decode this image: expected at most 178,956,970 pixels, found 200,0"
+    )
+    for read in (images.decode, images.examine):
+        with pytest.raises(InputError, match=message):
+            read(bytes(content), "a/b.png")
 
 
 @pytest.mark.parametrize(

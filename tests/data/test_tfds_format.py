@@ -1,5 +1,6 @@
 """Data that TFDS prepared, as array_record and as TFRecord: order, what is kept, and damage."""
 
+import io
 import json
 import os
 import shutil
@@ -7,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from PIL import ImageOps
+from PIL import Image, ImageOps
 
 from fdc_jax.data import images, sources
 from fdc_jax.errors import InputError
@@ -145,8 +146,8 @@ def test_images_are_sorted_by_class_and_name(prepare, opened):
 
 def test_one_look_is_kept_until_the_data_change(tmp_path, prepare, opened, monkeypatch):
     folder, _ = prepare(names=True)
-    looked, decode = [], images.decode
-    monkeypatch.setattr(images, "decode", lambda *given: looked.append(1) or decode(*given))
+    looked, examine = [], images.examine
+    monkeypatch.setattr(images, "examine", lambda *given: looked.append(1) or examine(*given))
 
     def looks():
         looked.clear()
@@ -341,6 +342,29 @@ def test_a_damaged_image_is_named_by_its_record(prepare, opened, encode):
     prepare(encoded=lambda image: encode(image)[:-30])
     with pytest.raises(InputError, match=r"train.array_record-00000, record \d: cannot decode"):
         opened()
+
+
+def test_grey_frames_and_doubles_of_records_are_named(prepare, opened):
+    def stack(image):
+        value = 4096 + int(np.asarray(image, int).sum()) % 4096
+        pages = [Image.fromarray(np.full((9, 8), level, np.uint16)) for level in (value, 9)]
+        file = io.BytesIO()
+        pages[0].save(file, "TIFF", save_all=True, append_images=pages[1:])
+        return file.getvalue()
+
+    _, examples = prepare("flowers/1.0.0", names=True, encoded=stack)
+    train, test = opened()
+    assert train.grey_bits == test.grey_bits == 13
+    assert {reason: len(paths) for reason, paths in train.skipped.paths.items()} == {
+        "files with 6 frames after the first in train": 6,
+        "files with 4 frames after the first in test": 4,
+        "grey images whose 13 bits are scaled to 8": 10,
+    }
+    prepare("flowers/2.0.0", names=True, encoded=lambda image: examples[0]["image"])
+    train, _ = opened()
+    pairs = "the same picture in two classes of train (2 pairs of classes, such as tulip and rose)"
+    assert len(train.skipped.paths[pairs]) == 4
+    assert len(train.skipped.paths["test images that are in train, too"]) == 4
 
 
 def test_versions_are_compared_as_numbers(prepare, opened, caplog):

@@ -297,6 +297,16 @@ def test_what_is_chosen_for_images_of_ones_own_is_said_and_stays(cache, tmp_path
     assert setups.build(config(source, cache, **fields), True, known).tasks.planned == (2, 2, 2, 1)
 
 
+def test_the_scale_of_grey_is_stated_and_saved(cache, tmp_path):
+    add(tmp_path / "trees", *OLD)
+    grey = Image.fromarray(np.array([[0, 5000]], np.uint16))
+    grey.save(tmp_path / "trees/train/ash/grey.png")
+    setup = setups.build(config(tmp_path / "trees", cache, classes_per_task=0), quiet=True)
+    assert setup.config.data.grey_bits == 13
+    text = "images     grey images whose 13 bits are scaled to 8: 1 (train/ash/grey.png)"
+    assert text in describe(setup).splitlines()
+
+
 def test_an_order_is_read_from_its_file(tmp_path):
     order = tmp_path / "order.txt"
     order.write_text("\n".join(ALL) + "\n")
