@@ -20,7 +20,7 @@ LAYOUT = {
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
     "calibration": 25_500,
-    "data": 13_500,
+    "data": 14_360,
     "features": 5_150,
     "learners": 21_400,
     "machine": 8_410,
