@@ -69,7 +69,7 @@ def learning(
     name: str, model: vit.VisionTransformer, classes_per_task: tuple[int, ...], mesh: Any = None
 ) -> tuple[learners.Learner, training.Update, Any]:
     """Returns a learner with the paper's settings, its update, and its first learning rates."""
-    chosen = base.get_config(learner=name)
+    chosen: Any = base.get_config(learner=name)
     chosen.encoder.image_size = model.variant.image_size
     config = configuration.typed(chosen)
     learner = setups.make_learner(config, model, classes_per_task, mesh or devices.data_mesh())

@@ -16,16 +16,14 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from fdc_jax import errors
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, nearest
+from fdc_jax.machine.conversion import NOUNS
 
 if TYPE_CHECKING:  # loads JAX
     from fdc_jax.run.config import Config
 
 TITLE = "fdc_jax.run"
 FLAGS = flags.FLAGS
-
-
-_EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 class _Parser(flags.ArgumentParser):
@@ -36,12 +34,6 @@ class _Parser(flags.ArgumentParser):
 
     def parse(self, argument: Any) -> Any:
         return self._read(argument)
-
-
-def _load(name: str) -> Any:
-    from fdc_jax.run import configuration  # loads JAX
-
-    return configuration.load(name)
 
 
 def _sizes(value: Any) -> Any:
@@ -62,7 +54,18 @@ def _define_config(values: flags.FlagValues, argv: list[str]) -> None:
     config_flags.DEFINE_config_file(
         "config", help_string=text, flag_values=values, lock_config=True, sys_argv=argv
     )
-    values["config"].parser = _Parser(_load)
+
+    def load(name: str) -> Any:
+        from fdc_jax.run import configuration  # loads JAX
+
+        config = configuration.load(name)
+        known = configuration.flatten(config)
+        for field in re.findall(r"^--?(?:no)?config\.([\w.]+)", "\n".join(argv), re.MULTILINE):
+            if field not in known:
+                raise InputError(f"--config.{field}: no such field{nearest(field, known)}")
+        return config
+
+    values["config"].parser = _Parser(load)
 
 
 flags.DEFINE_string("workdir", None, "folder of the run; by default runs/NAME of configs/NAME.py")
@@ -108,19 +111,14 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
     except flags.Error as error:
         text = " ".join(str(error).split())
         if isinstance(error.__context__, InputError):
-            text = f"--config: {error.__context__}"
-        elif wrong := re.fullmatch(r"flag --([\w.]+)=(.*?): (?:expected (.*)|.*)", text):
+            raise error.__context__ from None
+        if wrong := re.fullmatch(r"flag --([\w.]+)=(.*?): (?:expected (.*)|.*)", text):
             name, value, expected = wrong.groups()
-            expected = expected or _EXPECTED.get(values[name].parser.flag_type())
-            text = f"--{name}: expected {expected or f'--{name}.FIELD=VALUE'}, found {value!r}"
+            expected = expected or NOUNS.get(values[name].parser.flag_type(), "another value")
+            text = f"--{name}: expected {expected}, found {value!r}"
         raise InputError(text) from error
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of the name of a field
-        near = re.search(r'mean "(\w+)" instead of "(\w+)"', str(error))
-        unknown = near[2] if near else str(error).strip("'\"")
-        names = [word.partition("=")[0] for word in argv]
-        field = next((name for name in names if unknown in name.split(".")), f"--config: {unknown}")
-        text = f"{field}: no such field" + (f"; did you mean {near[1]}?" if near else "")
-        raise InputError(text) from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of ml_collections
+        raise InputError(f"--config: {errors.line(error)}") from error
     if rest[1:]:
         raise InputError(f"unexpected argument {rest[1]}")
 

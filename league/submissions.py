@@ -19,14 +19,10 @@ from league import records, settings
 # Facts that a run knows by itself.
 MEASURED = {"seed", "passes", "versions", "processor_seconds", "storage_bytes"}
 # Fields of a configuration that `changes` does not repeat.
-_ELSEWHERE = (
-    configuration.NOT_COMPARED
-    | configuration.TASKS
-    | {
-        *("benchmark", "calibrators", "class_order_seed", "learner.name"),
-        *("data.test_per_class", "data.test_share", "data.train_per_class"),
-    }
-)
+_ELSEWHERE = configuration.TASKS | {
+    *("benchmark", "calibrators", "class_order_seed", "learner.name"),
+    *("data.test_per_class", "data.test_share", "data.train_per_class"),
+}
 
 
 def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -82,11 +78,12 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
 
 def changes(config: dict[str, Any]) -> str:
     """Returns a sentence with the settings of a run that differ from `settings.py`."""
-    league = configuration.flatten(settings.get_config().to_dict())
+    league = configuration.flatten(settings.get_config())
+    options = f"learner.{learners.section(config['learner.name'])}."
     said = [
         f"{field} {json.dumps(config[field])}"
         for field in configuration.differences(league, config)
-        if field not in _ELSEWHERE and not learners.of_another(field, config["learner.name"])
+        if field in configuration.COMPARED - _ELSEWHERE or field.startswith(options)
     ]
     return f"Settings: {', '.join(said)}." * bool(said)
 

@@ -167,12 +167,6 @@ def _defaults(learner: type[Learner], benchmark: str) -> dict[str, Value]:
     return values
 
 
-def of_another(field: str, name: str) -> bool:
-    """Returns True if a field is an option of a learner other than `name`, imported or not."""
-    prefix = f"learner.{section(name)}."
-    return field.startswith("learner.") and field.count(".") > 1 and not field.startswith(prefix)
-
-
 def option_types(learner: type[Learner]) -> dict[str, type[msgspec.Struct]]:
     """Returns the types of the options of the package's learners and of `learner`, by section."""
     types = {other.section(): other.options() for other in (*_packaged().values(), learner)}

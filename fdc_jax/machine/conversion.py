@@ -9,7 +9,7 @@ import msgspec
 from fdc_jax.errors import InputError, escaped, nearest
 
 T = TypeVar("T")
-_NOUNS = {
+NOUNS = {
     "array": "a list",
     "bool": "true or false",
     "float": "a number",
@@ -17,7 +17,7 @@ _NOUNS = {
     "object": "an object",
     "str": "text",
 }
-_NOUN = re.compile(rf"\b({'|'.join(_NOUNS)})\b")
+_NOUN = re.compile(rf"\b({'|'.join(NOUNS)})\b")
 
 
 def convert(value: Any, kind: type[T], prefix: str = "") -> T:
@@ -51,5 +51,5 @@ def _reason(reason: str, path: str, value: Any, kind: Any) -> str:
     expected = reason.removeprefix("Expected ").partition(", got")[0].replace(" | ", " or ")
     if reason.startswith("Invalid enum value"):
         expected = " or ".join(typing.get_args(kind))
-    expected = _NOUN.sub(lambda match: _NOUNS[match[0]], expected)
+    expected = _NOUN.sub(lambda match: NOUNS[match[0]], expected)
     return f"expected {expected}, found {value!r:.100}"

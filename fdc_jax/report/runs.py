@@ -19,7 +19,7 @@ from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import named_path, write_json
 from fdc_jax.report import analysis, paper, quantities
-from fdc_jax.run.configuration import NOT_COMPARED
+from fdc_jax.run.configuration import COMPARED
 from fdc_jax.run.saved import open_run
 
 # Settings of the paper, and defaults of settings that it leaves open, by field.
@@ -291,10 +291,11 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
     benchmark, learner = results["benchmark"], results["learner"]
     prefix, options = learners.section(learner), learners.default_options(learner, benchmark)
     values = _EXPECTED | {f"learner.{prefix}.{name}": value for name, value in options.items()}
+    # Fields of earlier versions are left out, since they have no effect.
     values |= {
         field: value
         for field, value in results["config"].items()
-        if field not in NOT_COMPARED and not learners.of_another(field, learner)
+        if field in COMPARED or field.startswith(f"learner.{prefix}.")
     }
     encoder, data = (results.get(section) or {} for section in ("encoder", "data"))
     values |= {f"encoder.{name}": encoder.get(name) for name in ("sha256", "weights")}

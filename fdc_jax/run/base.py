@@ -1,5 +1,7 @@
 """The start of every configuration, `configs/*.py` and those of users: `get_config`."""
 
+from typing import Any
+
 import ml_collections
 import msgspec
 from ml_collections import config_dict
@@ -18,7 +20,7 @@ def get_config(
     Raises:
         InputError: there is no such learner.
     """
-    config = ml_collections.ConfigDict(msgspec.to_builtins(Config()))
+    config: Any = ml_collections.ConfigDict(msgspec.to_builtins(Config()))
     config.benchmark, config.learner.name = benchmark, learner
     # A number, or a list of numbers.
     config.classes_per_task = config_dict.FieldReference(0, field_type=object)

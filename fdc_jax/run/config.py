@@ -36,7 +36,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """Fields of a configuration."""
 
 
-class Encoder(Section):
+class Encoder(Section, frozen=True):
     """The pretrained encoder E_0."""
 
     variant: Annotated[
@@ -58,7 +58,7 @@ class Encoder(Section):
     ] = "auto"
 
 
-class Data(Section):
+class Data(Section, frozen=True):
     """The images."""
 
     source: Annotated[
@@ -108,7 +108,7 @@ class Data(Section):
             )
 
 
-class Learner(Section):
+class Learner(Section, frozen=True):
     """The learner; `configuration.typed` adds a section for the options of each learner."""
 
     name: Annotated[str, Meta(description="see the README, or the module of your own")] = (
@@ -120,7 +120,7 @@ class Learner(Section):
     ] = "protocol"
 
 
-class Train(Section):
+class Train(Section, frozen=True):
     """The training of a task."""
 
     epochs: Annotated[
@@ -136,7 +136,7 @@ class Train(Section):
     rank: Annotated[int, Meta(ge=1, le=8192, description="of the key and value increments")] = 10
 
 
-class Evaluation(Section):
+class Evaluation(Section, frozen=True):
     """The evaluation after tasks."""
 
     batch_size: Annotated[
@@ -149,7 +149,7 @@ class Evaluation(Section):
     ] = 1
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, frozen=True):
     """The checkpoints."""
 
     every_steps: Annotated[
@@ -160,7 +160,7 @@ class Checkpoint(Section):
     keep: Annotated[Positive, RESUME, Meta(description="newest checkpoints that stay")] = 2
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """The settings of a run."""
 
     benchmark: Annotated[

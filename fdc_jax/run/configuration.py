@@ -5,7 +5,7 @@ import json
 import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_collections
 import msgspec
@@ -34,7 +34,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 OF_A_HOST = marked(HOST)
 WITHOUT_EFFECT = marked(HOST, RESUME)
-NOT_COMPARED = marked(HOST, RESUME, GROUP)
+COMPARED = frozenset(name for name, _ in fields()) - marked(HOST, RESUME, GROUP)
 TASKS = marked(STREAM)
 
 
@@ -57,18 +57,19 @@ def load(name: str) -> ml_collections.ConfigDict:
     path, known = Path(file), named()
     if file in known or not path.is_file():  # A bare name is never a file of the current folder.
         if path.stem not in known or str(path) not in (path.stem, f"configs/{path.stem}.py"):
-            text = f"expected a file, or one of {', '.join(known)}; found {file}"
+            text = f"--config: expected a file, or one of {', '.join(known)}; found {file}"
             raise InputError(text + nearest(path.stem, known))
         path = known[path.stem]
     try:
         config = runpy.run_path(str(path))["get_config"](*word)
         config.lock()  # fails if it is no ConfigDict
-        flat = traverse_util.flatten_dict(json.loads(config.to_json()), sep=".")
-        missing = {name for name, _ in fields()} - flat.keys()
+        missing = {name for name, _ in fields()} - flatten(config).keys()
     except (Exception, SystemExit) as error:  # whatever a file raises
-        raise InputError(f"{path}: {origin(error)}") from error
+        raise InputError(f"--config: {path}: {origin(error)}") from error
     if missing:
-        raise InputError(f"{path}: expected all fields of base.get_config, found no {min(missing)}")
+        raise InputError(
+            f"--config: {path}: expected all fields of base.get_config, found no {min(missing)}"
+        )
     return config
 
 
@@ -107,7 +108,8 @@ def _type(learner: type[learners.Learner]) -> type[Config]:
     # Pickled as plain values, for other processes.
     pickled = {"__reduce__": lambda config: (_typed, (msgspec.to_builtins(config),))}
     fields = [("learner", chosen, chosen())]
-    return msgspec.defstruct("Config", fields, bases=(Config,), namespace=pickled)
+    kind = msgspec.defstruct("Config", fields, bases=(Config,), namespace=pickled)
+    return cast(type[Config], kind)
 
 
 def changed(config: Config, **sections: Mapping[str, Any]) -> Config:
@@ -118,18 +120,18 @@ def changed(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 def describe(config: ml_collections.ConfigDict) -> list[str]:
     """Returns a line for every field, with its flag, value and description."""
-    values = traverse_util.flatten_dict(config.to_dict(), sep=".")
-    annotations = dict(fields(_type(learners.find(config.learner.name))))
-    return [
-        f"  --config.{name} = {values[name]!r}  # {description(annotation)}"
-        for name, annotation in annotations.items()
-        if name in values
-    ]
+    values, lines = flatten(config), []
+    for name, annotation in fields(_type(learners.find(values["learner.name"]))):
+        value = values.get(name, "")
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        lines.append(f"  --config.{name}={text}  # {description(annotation)}")
+    return lines
 
 
-def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+def flatten(config: Config | ml_collections.ConfigDict) -> dict[str, Any]:
     """Returns `{"train.epochs": 20, ...}` with tuples as lists, as JSON would give them back."""
-    flat = traverse_util.flatten_dict(json.loads(msgspec.json.encode(config)), sep=".")
+    text = msgspec.json.encode(config) if isinstance(config, Config) else config.to_json()
+    flat = traverse_util.flatten_dict(json.loads(text), sep=".")
     return dict(sorted(flat.items()))
 
 
@@ -145,7 +147,7 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
     what this process reads elsewhere. Nothing is read or imported; a bad value is an InputError.
     """
     benchmark = convert(saved["benchmark"], str, "config.benchmark")
-    flat = flatten(base.get_config(sources.name_of(benchmark, "")).to_dict())
+    flat = flatten(base.get_config(sources.name_of(benchmark, "")))
     known = flat.keys() - OF_A_HOST
     flat |= {name: saved[name] for name in saved if name in known and saved[name] is not None}
     values = traverse_util.unflatten_dict(flat, sep=".")

@@ -175,4 +175,4 @@ def test_links_and_fields_of_the_page_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (ROOT / target).exists(), target
     fields = re.findall(r"--config\.([\w.]+)=", text)
-    assert fields and {*fields} <= configuration.flatten(settings.get_config().to_dict()).keys()
+    assert fields and {*fields} <= configuration.flatten(settings.get_config()).keys()

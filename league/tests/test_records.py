@@ -82,7 +82,7 @@ def test_a_record_says_settings_that_are_not_the_leagues(folder, whole):
     for field in ("encoder.image_size", "train.epochs"):
         assert f"{field} {config[field]}" in changes
     assert "seed" not in changes and "slca" not in changes and "data.source" not in changes
-    league = configuration.flatten(settings.get_config().to_dict())
+    league = configuration.flatten(settings.get_config())
     assert submissions.changes(league | {"learner.slca.head_rate": 0.1, "seed": [7]}) == ""
     slca = league | {"learner.name": "slca", "learner.slca.head_rate": 0.1}
     assert submissions.changes(slca) == "Settings: learner.slca.head_rate 0.1."

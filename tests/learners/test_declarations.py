@@ -37,7 +37,7 @@ def test_ranges_can_be_read_and_have_room_for_every_default():
 @pytest.mark.parametrize("benchmark", ["digits", "cifar100", "imagenet_r", "omnibench"])
 def test_no_default_is_a_departure(benchmark):
     """Also where a benchmark has its own; two of the authors' values tell that it does."""
-    flat = configuration.flatten(configuration.load(benchmark).to_dict())
+    flat = configuration.flatten(configuration.load(benchmark))
     for name in learners.names():
         assert learners.deviations(name, flat) == []
     assert flat["learner.inflora.lamb"] == (0.95 if benchmark == "cifar100" else 0.98)

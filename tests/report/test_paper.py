@@ -8,6 +8,8 @@ import pytest
 
 from fdc_jax import learners
 from fdc_jax.report import paper, quantities, reference
+from fdc_jax.run import configuration
+from fdc_jax.run.config import Config
 from tests.conftest import SHARED_ASSETS
 
 TABLES = Path(__file__).with_name("paper_tables.tex").read_text(encoding="utf-8")
@@ -153,6 +155,14 @@ def test_every_mean_of_the_paper_is_a_line_of_a_reference():
     tables = [line for line in lines if line.source not in others]
     # Table current-ablation repeats the five of Raw.
     assert len(tables) + 5 == 287 and len(lines) == 282 + 40 + 6
+
+
+def test_defaults_are_the_settings_of_the_paper():
+    protocol = paper.NUMBERS["protocol"]
+    defaults = configuration.flatten(Config())
+    stated = protocol["fields"] | protocol["unstated"]
+    assert {field: defaults.get(field) for field in stated} == stated
+    assert [*range(1, paper.NUMBERS["num_seeds"] + 1)] == protocol["training_seeds"]
 
 
 def test_settings():

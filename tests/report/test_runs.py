@@ -107,7 +107,7 @@ def test_groups_say_what_departs_from_the_protocol(tmp_path):
 
 @pytest.mark.parametrize("benchmark", [*paper.benchmarks(), "digits"])
 def test_the_settings_of_a_benchmark_follow_the_protocol(benchmark):
-    config = configuration.flatten(configuration.load(benchmark).to_dict())
+    config = configuration.flatten(configuration.load(benchmark))
     if benchmark == "digits":  # The paper has none, so only the method's settings are compared.
         config["fdc.attenuation"] = 0.25
     found = runs.settings(results(benchmark=benchmark, learner="loda", config=config))

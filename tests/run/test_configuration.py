@@ -1,14 +1,19 @@
 """Configurations: every field is checked before work begins."""
 
 import importlib
+import pickle
 import re
+import typing
 
 import pytest
 
 from fdc_jax import command
 from fdc_jax.data import benchmarks as stream
-from fdc_jax.run import configuration
-from fdc_jax.run.config import Config
+from fdc_jax.errors import InputError
+from fdc_jax.learners import training
+from fdc_jax.model import vit
+from fdc_jax.run import base, configuration
+from fdc_jax.run.config import Config, description, fields
 
 BENCHMARKS = ("cifar100", "imagenet_a", "imagenet_r", "cub200", "omnibench", "digits")
 
@@ -30,6 +35,65 @@ def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
         sizes.append(command.configured(words).classes_per_task)
     of = [len(stream.task_sizes("omnibench1k", 1000, each)) for each in sizes]
     assert of == [100, 200, 151, 301]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ("precision", vit.PRECISIONS),
+        ("data.input_range", (*vit.INPUT_RANGES, "model")),
+        ("encoder.attention", vit.ATTENTIONS),
+        ("train.schedule", training.SCHEDULES),
+    ],
+)
+def test_choices_are_the_names_that_the_code_knows(field, words):
+    choice, *_ = typing.get_args(dict(fields())[field])
+    assert typing.get_args(choice) == tuple(words)
+
+
+def test_every_field_has_a_description():
+    assert [name for name, annotation in fields() if not description(annotation)] == []
+
+
+def test_help_shows_the_values_of_the_named_configuration(capsys):
+    assert "  --config.train.epochs=20  # 0: chosen by the number" in command.usage()
+    own = command.usage(configuration.load("own:inflora"))
+    for line in (
+        "train.epochs=0  # 0: chosen by",
+        "data.test_share=0.2  # ",
+        "learner.name=inflora  # ",
+        "learner.inflora.lamb=0.98  # share of energy",
+        "data.crop_scale=0.05,1.0  # ",
+    ):
+        assert f"\n  --config.{line}" in own
+
+
+def test_settings_survive_pickling_with_options_of_all_learners():
+    config = configuration.typed(configuration.load("cifar100:inflora"))
+    assert config.learner.inflora.lamb == 0.95
+    changed = configuration.changed(config, train={"epochs": 3})
+    restored = pickle.loads(pickle.dumps(changed))
+    assert restored == changed and restored.train.epochs == 3
+    assert configuration.of_fields(configuration.flatten(changed)) == changed
+
+
+def test_saved_settings_are_completed_without_those_of_the_host():
+    saved = {"benchmark": "cifar100", "train.rank": 3, "train.gone": 1, "learner.mine.x": 2.0}
+    saved |= {"data.source": "/etc", "learner.name": "mine", "learner.mine.y": [1]}
+    actual = configuration.completed(saved)
+    expected = configuration.flatten(base.get_config("cifar100"))
+    expected |= {"train.rank": 3, "learner.mine.x": 2.0, "learner.name": "mine"}
+    assert actual == expected
+    with pytest.raises(
+        InputError, match=r"^config\.train\.rank: expected a whole number, found 3.5"
+    ):
+        configuration.completed(saved | {"train.rank": 3.5})
+    with pytest.raises(
+        InputError, match=r"^config\.train\.rank: expected a whole number, found {}"
+    ):
+        configuration.completed(saved | {"train.rank": {}})
+    with pytest.raises(InputError, match=r"^config\.benchmark: expected text, found 1"):
+        configuration.completed(saved | {"benchmark": 1})
 
 
 def test_differences_name_fields_that_change_results_only():
