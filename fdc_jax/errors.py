@@ -13,10 +13,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from pathlib import Path
 from typing import Any, NoReturn, Self
 
-_LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parent))}")
 # Characters that no name may have: they move the cursor of a terminal, end a line, reverse the
 # direction of writing, or cannot be encoded.
 CONTROL = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
@@ -110,16 +108,15 @@ def escaped(text: str) -> str:
     return re.sub(f"[{CONTROL}]", lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def origin(error: BaseException) -> str:
-    """Returns where, outside of libraries, an exception arose, and its message, in one line."""
-    if isinstance(error, InputError):
-        return str(error)
+def place(error: BaseException, module: str) -> str:
+    """Returns file and line of a module at which an exception arose, and its message."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {error.msg}"
     text = f"{type(error).__name__}: {line(error)}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _LIBRARIES.search(frame.filename)]
-    return f"{own[-1].filename}, line {own[-1].lineno}: {text}" if own else text
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == module:
+            return f"{frame.f_code.co_filename}, line {number}: {text}"
+    return text
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

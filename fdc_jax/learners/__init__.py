@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import msgspec
 from msgspec import structs
 
-from fdc_jax.errors import InputError, escaped, line, nearest, origin
-from fdc_jax.learners.learner import Learner, Replaced
+from fdc_jax.errors import InputError, escaped, line, nearest, place
+from fdc_jax.learners.learner import Learner, Replaced, noted
 
-__all__ = ["Learner", "Replaced"]
+__all__ = ["Learner", "Replaced", "noted"]
 
 Value: TypeAlias = bool | int | float | str  # of an option
 
@@ -75,7 +75,7 @@ def _import(name: str, field: str) -> type[Learner]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{field}: {name}: {origin(error)}") from error
+        raise InputError(f"{field}: {name}: {place(error, name)}") from error
     if module is None:
         known = names() if name == dotted else (dotted,)
         raise InputError(

@@ -12,9 +12,12 @@ and never changes. NumPy arrays of the state stay on the host (large ones that n
 reads); all other leaves are on the devices.
 """
 
+import contextlib
 import dataclasses
+import functools
+import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
@@ -45,6 +48,43 @@ class State(NamedTuple):
 MOST_UNROLLED = 4
 
 
+# The methods that a run calls.
+_HOOKS = ("initial_state", "before_task", "start_task", "loss", "update", "after_task", "encoder")
+
+
+@contextlib.contextmanager
+def noted(learner: type, method: str) -> Iterator[None]:
+    """Notes file, line and expected arguments of a learner's method at an exception."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith("learner: ") for note in getattr(error, "__notes__", ())):
+            code = inspect.unwrap(getattr(learner, method)).__code__
+            expected = inspect.signature(getattr(Learner, method))
+            error.add_note(
+                f"learner: {learner.__name__}.{method} in {code.co_filename}, line "
+                f"{code.co_firstlineno}; expected {method}{expected}"
+            )
+        raise
+
+
+def _note_errors(learner: type) -> None:
+    """Wraps the methods that a class defines, so that an error in one of them gets a note."""
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+            with noted(type(self), method.__name__):
+                return method(self, *arguments, **options)
+
+        return call
+
+    for name in _HOOKS:
+        method = vars(learner).get(name)
+        if inspect.isfunction(method):
+            setattr(learner, name, wrapped(method))
+
+
 @dataclasses.dataclass(frozen=True)
 class Learner:
     """A learner in one run; its defaults are Cumulative-LoRA."""
@@ -61,6 +101,9 @@ class Learner:
     # batch may then be split into portions.
     mean_over_images: ClassVar[bool] = False
     trains: ClassVar[bool] = True  # False: a run takes no steps, and every encoder is E_0
+
+    def __init_subclass__(cls) -> None:
+        _note_errors(cls)
 
     @classmethod
     def section(cls) -> str:
@@ -129,7 +172,8 @@ class Learner:
         """Returns the loss and its gradients, from portions of the batch if the loss is a mean."""
 
         def compute(part):
-            return jax.value_and_grad(self.loss, argnums=2)(backbone, frozen, trained, part)
+            with noted(type(self), "loss"):  # JAX refuses a loss that is no number
+                return jax.value_and_grad(self.loss, argnums=2)(backbone, frozen, trained, part)
 
         size = self._portion_size(batch.images)
         if self.mean_over_images and size < len(batch.images):
@@ -215,6 +259,9 @@ class Learner:
     def heads(self, state: Any, num_tasks: int) -> list[Head]:
         """Returns the heads of the first `num_tasks` tasks, without padding."""
         return training.unpadded(self.setup, state.heads, num_tasks)
+
+
+_note_errors(Learner)
 
 
 def increment_in_training(frozen: Any, trained: Any) -> vit.Increment:

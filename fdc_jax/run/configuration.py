@@ -14,7 +14,7 @@ from msgspec import structs
 
 from fdc_jax import learners
 from fdc_jax.data import sources
-from fdc_jax.errors import InputError, line, nearest, origin
+from fdc_jax.errors import InputError, line, nearest, place
 from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.files import named_path, open_regular
 from fdc_jax.run import base
@@ -61,11 +61,12 @@ def load(name: str) -> ml_collections.ConfigDict:
             raise InputError(text + nearest(path.stem, known))
         path = known[path.stem]
     try:
-        config = runpy.run_path(str(path))["get_config"](*word)
+        config = runpy.run_path(str(path), run_name="configuration")["get_config"](*word)
         config.lock()  # fails if it is no ConfigDict
         missing = {name for name, _ in fields()} - flatten(config).keys()
     except (Exception, SystemExit) as error:  # whatever a file raises
-        raise InputError(f"--config: {path}: {origin(error)}") from error
+        text = str(error) if isinstance(error, InputError) else place(error, "configuration")
+        raise InputError(f"--config: {path}: {text}") from error
     if missing:
         raise InputError(
             f"--config: {path}: expected all fields of base.get_config, found no {min(missing)}"

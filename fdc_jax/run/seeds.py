@@ -1,17 +1,14 @@
 """All seeds of a configuration, one after the other: `run`."""
 
 import contextlib
-import inspect
-import re
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from fdc_jax import errors, learners
+from fdc_jax import errors
 from fdc_jax.errors import InputError, StopRequest, counted, stop_on_signals
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
@@ -172,34 +169,17 @@ def describe(setup: Setup) -> str:
 
 @contextlib.contextmanager
 def _explained(config: Config) -> Iterator[None]:
-    """Turns out-of-memory errors, and errors in a learner of the user's, into an InputError."""
+    """Turns out-of-memory errors into an InputError that names the fields to lower."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            raise InputError(
-                f"out of memory ({errors.line(error)}); lower config.train.batch_size (now "
-                f"{config.train.batch_size}) or config.evaluation.batch_size (now "
-                f"{config.evaluation.batch_size})"
-            ) from error
-        name = config.learner.name
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if errors.outcome(error) or file is None:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        learner, frames = learners.find(name), traceback.extract_tb(error.__traceback__)
-        # Package functions that check the result of a method have the name of the method.
-        methods = [f.name for f in frames if f.filename == file or f.name in vars(learner)]
-        if called := re.match(rf"{learner.__name__}\.(\w+)\(\)", str(error)):
-            methods.append(called[1])  # called with arguments that it does not accept
-        if not methods and not isinstance(error, TypeError):  # raised by JAX if a loss is no number
-            raise
-        text = f"config.learner.name: {name}: {errors.origin(error)}"
-        hooks = [name for name in methods if callable(getattr(learners.Learner, name, None))]
-        if hooks:
-            parameters = inspect.signature(getattr(learners.Learner, hooks[0])).parameters.values()
-            required = [p.name for p in parameters if p.default is p.empty]
-            text += f"; expected {hooks[0]}({', '.join(required)})"
-        raise InputError(f"{text}; --traceback shows the calls") from error
+        raise InputError(
+            f"out of memory ({errors.line(error)}); lower config.train.batch_size (now "
+            f"{config.train.batch_size}) or config.evaluation.batch_size (now "
+            f"{config.evaluation.batch_size})"
+        ) from error
 
 
 @processes.on_first

@@ -266,7 +266,8 @@ def trained_parameters(encoders: Encoders) -> int:
         return 0
 
     def start_task(backbone, learner=encoders.learner):
-        _, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
+        with learners.noted(type(learner), "start_task"):
+            _, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
         return trained
 
     leaves = jax.tree.leaves(jax.eval_shape(start_task, encoders.backbone))
@@ -286,10 +287,11 @@ def start_task(
 ) -> tuple[Any, Any, Any]:
     """Returns the frozen and the trained arrays of a task, and the optimiser's state."""
     key = jax.random.fold_in(jax.random.key(seed), task)
-    started = learner.start_task(backbone, state, task, key)
-    # Every step reads these, so that none of them may stay on the host.
     mesh = learner.setup.mesh
-    frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
+    with learners.noted(type(learner), "start_task"):
+        started = learner.start_task(backbone, state, task, key)
+        # Every step reads these, so that none of them may stay on the host.
+        frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
     return frozen, trained, devices.replicate(mesh, update.initialise(trained))
 
 
