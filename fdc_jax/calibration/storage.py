@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, escaped
 from fdc_jax.machine.files import named_path, read_npz, write_npz
 
 FORMAT = "fdc_jax calibrator, 12"
+_NUMBER_TYPES = {np.dtype(code).name for code in np.typecodes["All"]}
 
 
 def write(path: str | os.PathLike[str], value: Any) -> None:
@@ -41,18 +42,26 @@ def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
         InputError: the file is missing, damaged, or of another kind or version.
     """
     path = named_path("path", path)
-    arrays = read_npz(path)
-    kind, tree, digest = (str(arrays.pop(name, "")) for name in ("format", "tree", "sha256"))
-    if kind != FORMAT:
-        earlier = kind.startswith(FORMAT.partition(",")[0])
-        remedy = "; `fdc posthoc` fits it again, from saved features" * earlier
-        raise InputError(f"{path}: expected a file of kind {FORMAT!r}, found {kind[:80]!r}{remedy}")
+    arrays = read_npz(path, _check_kind)
+    _, tree, digest = (str(arrays.pop(name, "")) for name in ("format", "tree", "sha256"))
     try:
         if digest == checksum(tree, arrays):
             return decode(json.loads(tree), arrays, types)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as e:
         raise InputError(f"{path}: not as this version writes it ({e!r})") from e
     raise InputError(f"{path}: damaged: its content is not what was written")
+
+
+def _check_kind(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raises InputError, before other arrays are read, if they are not of a calibrator."""
+    kind = str(arrays["format"]) if "format" in arrays else ""
+    if kind != FORMAT:
+        earlier = kind.startswith(FORMAT.partition(",")[0])
+        remedy = "; `fdc posthoc` fits it again, from saved features" if earlier else ""
+        raise InputError(f"expected a file of kind {FORMAT!r}, found {kind[:80]!r}{remedy}")
+    unknown = {*arrays} - {"format", "tree", "sha256", *_NUMBER_TYPES}
+    if unknown:
+        raise InputError(f"expected arrays by their type, found {escaped(min(unknown))[:80]}")
 
 
 def checksum(tree: str, arrays: Mapping[str, np.ndarray]) -> str:

@@ -26,6 +26,8 @@ import msgspec
 from fdc_jax.data.dataset import Skipped
 from fdc_jax.errors import InputError, Interrupted, escaped
 from fdc_jax.machine.files import (
+    ALWAYS_ALLOWED,
+    LARGEST_RATIO,
     check_directory,
     file_state,
     foreign,
@@ -41,8 +43,7 @@ _COMPRESSIONS: dict[bytes, Callable[..., Any]] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
-# Image files are hardly compressible: an archive that grows more is an attack on the disk.
-_LARGEST_RATIO, _ALWAYS_ALLOWED = 100, 2**28  # bytes unpacked per byte of the archive; bytes
+_LARGEST_RATIO, _ALWAYS_ALLOWED = LARGEST_RATIO, ALWAYS_ALLOWED
 _LARGEST_HEADER = 2**20  # bytes of all records before the content of a tar's member
 _LONGEST_PATH, _DEEPEST = 4000, 100  # bytes, as Linux opens no path of 4096; folders
 _MOST_SKIPPED = 2**20  # entries that are neither files nor folders

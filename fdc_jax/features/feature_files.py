@@ -8,7 +8,7 @@ of a task's arrays end in its number, from 0. Statistics use a head as it was af
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -140,7 +140,7 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
             message is one line with the file and the array.
     """
     path = named_path("features", path)
-    arrays = ArrayFolder(path) if path.is_dir() else read_npz(path)
+    arrays = ArrayFolder(path) if path.is_dir() else read_npz(path, _num_tasks)
     with errors_of(path):
         return _feature_set(arrays)
 
@@ -183,10 +183,10 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
     return FeatureSet(tasks, test, pretrained, labels)
 
 
-def _num_tasks(arrays: Arrays) -> int:
-    """Returns the number of tasks; raises InputError for an unknown array."""
+def _num_tasks(names: Iterable[str]) -> int:
+    """Returns the number of tasks from names of arrays; raises InputError for an unknown one."""
     last = 0
-    for name in arrays:
+    for name in names:
         if match := _TASK_NAME.fullmatch(name):
             last = max(last, int(match[2]))
         elif name not in _WHOLE:

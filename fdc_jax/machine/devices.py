@@ -3,6 +3,7 @@
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import time
 import warnings
@@ -131,6 +132,13 @@ def keep_programs(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # A cache on a full disk, or a damaged one, is no reason to warn: programs are compiled again.
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
+
+
+def total_memory() -> int:
+    """Returns the bytes of memory of all devices; on CPUs, of the machines."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return jax.process_count() * (sum(limits) or machine)
 
 
 def peak_memory() -> int | None:

@@ -17,7 +17,7 @@ import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -31,6 +31,9 @@ from numpy.typing import ArrayLike
 from fdc_jax.errors import InputError, escaped, line
 
 _log = logging.getLogger(__name__)
+# Images and features are hardly compressible: what grows more is an attack on memory or disk.
+LARGEST_RATIO, ALWAYS_ALLOWED = 100, 2**28  # bytes unpacked per byte of a file; bytes
+_LARGEST_JSON = 2**30  # bytes
 # Flags: do not wait for a FIFO, do not translate line ends of Windows.
 _OPEN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
@@ -278,6 +281,8 @@ def read_json(path: Path) -> Any:
 
     try:
         with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST_JSON:
+                raise ValueError("it is larger than 1 GiB")
             return json.loads(file.read().decode("utf-8"), object_pairs_hook=once)
     except InputError:
         raise
@@ -441,6 +446,8 @@ def _reading(path: str | os.PathLike[str], suffix: str) -> Iterator[list[str]]:
         yield names
     except FileNotFoundError:
         raise InputError(f"{path}: no such file or folder") from None
+    except InputError as error:
+        raise InputError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
     # Parsers raise a dozen types (BadZipFile, zlib.error, NotImplementedError, UnicodeError,
     # struct.error, MemoryError, ...).
     except Exception as error:
@@ -465,12 +472,23 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
         return _typed(array)
 
 
-def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads every array of an `.npz` archive into memory; raises InputError like `read_npy`."""
+def read_npz(
+    path: str | os.PathLike[str], check: Callable[[Mapping[str, np.ndarray]], object] = len
+) -> dict[str, np.ndarray]:
+    """Reads every array of an `.npz` archive into memory.
+
+    Raises:
+        InputError: as `read_npy`; or the arrays would take far more memory than the file; or
+            `check` raises one, which gets a mapping that reads an array when it is asked for.
+    """
     arrays: dict[str, np.ndarray] = {}
     with _reading(path, ".npz") as names, open_regular(path) as file:
         with np.load(file, allow_pickle=False) as archive:
             check_directory(file, archive.files)
+            size = sum(member.file_size for member in archive.zip.infolist())
+            if size > max(ALWAYS_ALLOWED, LARGEST_RATIO * os.fstat(file.fileno()).st_size):
+                raise ValueError(f"its arrays take {size:,} bytes, far more than the file")
+            check(archive)
             for name in archive.files:  # zipfile checks the CRC-32 of each array.
                 names.append(name)
                 arrays[name] = _typed(np.asarray(archive[name]))
@@ -530,8 +548,6 @@ def foreign(start: bytes) -> str:
 
 
 def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
-    if isinstance(error, InputError):
-        return "expected a regular file"
     with contextlib.suppress(OSError), open_regular(path) as file:
         start = file.read(1024).lower()
         if phrase := foreign(start):

@@ -66,9 +66,9 @@ def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
         InputError: configuration, data or weights are not as expected.
     """
     config, variant = recognise(config)
-    _check_sizes(config, variant.width)  # before images are read, which may take long
+    _check_sizes(config, variant)  # before images are read, which may take long
     tasks = open_images(config, known, quiet)
-    _check_sizes(config, variant.width, tasks)
+    _check_sizes(config, variant, tasks)
     config = configuration.changed(config, data={"grey_bits": tasks.train.grey_bits})
     if not config.train.epochs:
         # The paper trains for 20 epochs, on thousands of images a task.
@@ -231,10 +231,16 @@ def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
     return FeatureCache(encoders.cache / "features", depend_on)
 
 
-def _check_sizes(config: Config, width: int, tasks: TaskStream | None = None) -> None:
-    """Raises InputError if `train.rank` or `fdc.neighbours` exceeds the encoder or a task."""
+def _check_sizes(config: Config, variant: vit.Variant, tasks: TaskStream | None = None) -> None:
+    """Raises InputError if a number exceeds the encoder, the memory or a task."""
     options = (calibration.METHODS[name].settings for name in config.calibrator_names)
-    limits = [("train.rank", width, f"the width of encoder {config.encoder.variant}")]
+    limits = [("train.rank", variant.width, f"the width of encoder {config.encoder.variant}")]
+    # Of every image a step keeps at least its pixels and, in 16 bits, the inputs of the blocks.
+    memory, side = devices.total_memory(), config.encoder.image_size
+    tokens = (side // variant.patch) ** 2
+    for field, blocks in (("train.batch_size", variant.depth), ("evaluation.batch_size", 1)):
+        most = memory // (3 * side**2 + 2 * blocks * tokens * variant.width)
+        limits.append((field, most, f"as {memory / 2**30:,.1f} GiB of memory hold no more"))
     if tasks and any("neighbours" in settings for settings in options):
         fewest = min(len({*tasks.train.labels[rows]}) for rows in tasks.train_indices)
         limits += [("fdc.neighbours", fewest, "the classes with images of the smallest task")]

@@ -103,11 +103,13 @@ def test_files_of_other_kinds_are_one_line(saved, tmp_path):
     np.savez(tmp_path / "times.npz", format=storage.FORMAT, tree="0", t=np.zeros(2, "M8[s]"))
     arrays = dict(np.load(saved))
     np.savez(tmp_path / "changed.npz", **arrays | {"float32": arrays["float32"] + 1})
+    np.savez(tmp_path / "unknown.npz", **arrays | {"more": np.zeros(3)})
     np.savez(tmp_path / "old.npz", **arrays | {"format": "fdc_jax calibrator, 3"})
     said = {
         "absent.npz": "no such file",
         "features.npz": f"expected a file of kind '{storage.FORMAT}', found ''",
         "changed.npz": "damaged: its content is not what was written",
+        "unknown.npz": "expected arrays by their type, found more",
         "old.npz": "expected a file of kind .*; `fdc posthoc` fits it again",
     }
     for path in (*tmp_path.iterdir(), tmp_path / "absent.npz", tmp_path):

@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fdc_jax import open_run
+from fdc_jax import calibration, open_run
 from fdc_jax.data import archive, folder, images, sources
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
@@ -144,6 +146,44 @@ def test_a_lost_or_doubled_array_is_noticed(tmp_path, change):
             packed.writestr("c", packed.read("a.npy"))
     with pytest.raises(InputError, match=r"a.npz: .*: expected \d different names, found "):
         read_npz(path)
+
+
+@pytest.mark.parametrize("name", ["train_adapted_0", "float32", "label", "embedding/kernel"])
+def test_arrays_far_larger_than_their_file_are_not_read(tmp_path, name):
+    """As an attack on memory: 300 MiB of zeros in a file of 0.3 MiB."""
+    path, rows = tmp_path / "x.npz", 300 * 2**20
+    header = io.BytesIO()
+    shape = {"descr": "|u1", "fortran_order": False, "shape": (rows,)}
+    np.lib.format.write_array_header_1_0(header, shape)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed:
+        with packed.open(f"{name}.npy", "w", force_zip64=True) as file:
+            file.write(header.getvalue())
+            for _ in range(300):
+                file.write(bytes(2**20))
+    readers = {"float32": calibration.load, "train_adapted_0": feature_files.load}
+    tracemalloc.start()
+    with pytest.raises(InputError, match=f"^{path}: .*far more than the file$"):
+        readers.get(name, read_npz)(path)
+    assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    tracemalloc.stop()
+
+
+def test_names_are_checked_before_arrays_are_read(tmp_path):
+    """The second array is damaged, which is not met."""
+    path = tmp_path / "x.npz"
+    write_npz(path, {"a": np.arange(4), "unknown": np.full(3, 1.0)})
+    content = bytearray(path.read_bytes())
+    content[content.index(np.full(3, 1.0).tobytes())] ^= 1
+    path.write_bytes(content)
+
+    def check(arrays):
+        assert [*arrays] == ["a", "unknown"] and arrays["a"][3] == 3
+        raise InputError("unknown: unknown array")
+
+    with pytest.raises(InputError, match=f"^{path}: unknown: unknown array$"):
+        read_npz(path, check)
+    with pytest.raises(InputError, match=f"^{path}: a: unknown array"):
+        feature_files.load(path)
 
 
 def test_one_flipped_bit_in_an_archive_is_noticed(tmp_path):
