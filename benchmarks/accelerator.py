@@ -67,6 +67,7 @@ PARTS = {
     "latency": Part("speed", "latencies", 40),
     "statistics": Part("speed", "statistics", 25),
     "step_fast_large": Part("speed", "training_step", 25, FAST | {"times": 4}),
+    "passes": Part("speed", "passes_of_learners", 40),
     "learners": Part("speed", "steps_of_learners", 120),
 }
 

@@ -33,7 +33,8 @@ from fdc_jax.calibration.compiled import padded_size
 from fdc_jax.calibration.statistics import PackedTasks
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
-from fdc_jax.model import vit
+from fdc_jax.learners import ewc_lora, second_moments
+from fdc_jax.model import operations, vit
 
 PROGRAM = "benchmarks.ahead_of_time"
 TARGETS = Path(__file__).with_name("targets.json")
@@ -74,6 +75,41 @@ def extraction(mesh: Mesh, model: Any, batch_size: int) -> Program:
     function = Extractor(model, mesh).encode
     arguments = (fixed[0], _sharded(mesh, images, np.ndarray), fixed[1])
     return Program(function, arguments, batch_size)
+
+
+def attention_moments(mesh: Mesh, model: Any, batch_size: int, tasks: int, classes: int) -> Program:
+    """Returns the second moments of attention inputs, a pass before or after a task."""
+    variant, precise = model.variant, vit.in_float32(model)
+    backbone = vit.parameter_shapes(model, variant.image_size)
+    kernels = jax.eval_shape(vit.pretrained_kernels, backbone)
+    total = jax.ShapeDtypeStruct((variant.depth, variant.width, variant.width), jnp.float32)
+    sums = (total, jax.ShapeDtypeStruct((), jnp.float32))
+    batch = synthetic.noise(batch_size, variant.image_size, classes, seed=0)
+    size = operations.images_together(mesh, batch_size, variant.image_size, variant.patch)
+    arguments = _sharded(mesh, (backbone, kernels, batch, *sums), np.ndarray)
+    return Program(second_moments.add_batch, (precise, size, *arguments), batch_size)
+
+
+def squared_gradients(mesh: Mesh, model: Any, batch_size: int, tasks: int, classes: int) -> Program:
+    """Returns EWC-LoRA's sum of squared gradients of images, its pass after a task."""
+    method, _, _ = synthetic.learning("ewc_lora", model, (classes,) * tasks, mesh)
+    precise, side = vit.in_float32(model), model.variant.image_size
+    backbone = vit.parameter_shapes(model, side)
+
+    def start(backbone):
+        state = method.initial_state()
+        frozen, trained = method.start_task(backbone, state, 0, jax.random.key(0))
+        return frozen["kernels"], trained["head"], frozen["class_mask"]
+
+    fixed = jax.eval_shape(start, backbone)
+    batch = synthetic.noise(batch_size, side, classes, seed=0)
+    arguments = (backbone, *fixed, batch, fixed[0])
+    placed = _sharded(mesh, arguments, np.ndarray)
+    return Program(ewc_lora.add_squared_gradients, (precise, "per_sample", *placed), batch_size)
+
+
+# Passes before and after a task, by a learner that makes them.
+PASSES = {"inflora": attention_moments, "ewc_lora": squared_gradients}
 
 
 def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Program:
@@ -243,6 +279,9 @@ def main() -> None:
         model = synthetic.encoder(options, "fast", mesh=mesh)
         for size in sizes:
             makers = {name: partial(step, mesh, model, name, size, **STREAM) for name in names}
+            for learner, make_pass in PASSES.items():
+                if learner in names:
+                    makers[make_pass.__name__] = partial(make_pass, mesh, model, size, **STREAM)
             makers["extraction"] = partial(extraction, mesh, model, size)
             makers["scoring"] = partial(scoring, mesh, model.variant.width, **STREAM, rows=size)
             for name, make in makers.items():

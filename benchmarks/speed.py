@@ -20,6 +20,8 @@ from benchmarks.calibration import Point, fit_and_score
 from benchmarks.golden import Number
 from fdc_jax import calibration, latency, learners
 from fdc_jax.features.extraction import Extractor
+from fdc_jax.learners import ewc_lora
+from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
 
@@ -107,6 +109,31 @@ def steps_of_learners(options: Any) -> Iterator[Any]:
     """Yields the step of every learner in fast mode."""
     for name in learners.names(trained=True)[: 1 if measure.is_trial(options) else None]:
         yield from training_step(options, "fast", learner=name)
+
+
+def passes_of_learners(options: Any) -> Iterator[Any]:
+    """Yields a batch of the passes that learners make before and after the training of a task."""
+    model, batch, backbone, (kernels, _) = encoders(options, "fast", options.batch_size)
+    learner, _, _ = synthetic.learning("ewc_lora", model, (synthetic.CLASSES,) * 2)
+    setup, placed = learner.setup, devices.split(learner.setup.mesh, batch)
+    problem = synthetic.problem(model, options.image_size, options.batch_size)
+
+    def moments() -> Any:
+        return attention_input_moments(setup, backbone, kernels, [placed])[0]
+
+    precise = vit.in_float32(model)
+    fixed = (backbone, kernels, problem.head, setup.class_mask(0), placed)
+    squares = [jax.tree.map(jnp.zeros_like, kernels)]
+
+    def squared_gradients() -> Any:
+        squares[0] = ewc_lora.add_squared_gradients(precise, "per_sample", *fixed, squares[0])
+        return squares[0]
+
+    for what, call in (("second moments", moments), ("squared gradients", squared_gradients)):
+        _, compilation = measure.timed(call)
+        seconds = measure.paced(options, call)
+        more = {"compile_seconds": compilation[0]}
+        yield row(f"{what}, batch {options.batch_size}", seconds, options.batch_size) | more
 
 
 def encoders(options: Any, precision: str, size: int) -> Any:

@@ -103,7 +103,7 @@ class EWCLoRA(Learner):
         model = vit.in_float32(self.setup.model)
         fixed = (backbone, kernels, trained["head"], frozen["class_mask"])
         for batch in images.augmented():
-            squares = _add_squared_gradients(model, self.fisher, *fixed, batch, squares)
+            squares = add_squared_gradients(model, self.fisher, *fixed, batch, squares)
             count += batch.weights.sum()
         mean = jax.tree.map(lambda sums: sums / count, squares)
         return state._replace(importance=jax.tree.map(jnp.add, state.importance, mean))
@@ -117,7 +117,7 @@ def penalty(importance: vit.KeyValueKernels, increment: vit.Increment) -> Float[
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=7)
-def _add_squared_gradients(model, fisher, backbone, kernels, head, class_mask, batch, total):
+def add_squared_gradients(model, fisher, backbone, kernels, head, class_mask, batch, total):
     """Returns `total` plus a batch's squared gradients with respect to key and value kernels.
 
     The gradient with respect to A B is that with respect to the kernel.

@@ -34,7 +34,7 @@ def attention_input_moments(
     for batch in batches:
         count, side = batch.images.shape[:2]
         size = operations.images_together(setup.mesh, count, side, variant.patch)
-        total, images = _accumulate(model, size, backbone, kernels, batch, total, images)
+        total, images = add_batch(model, size, backbone, kernels, batch, total, images)
         tokens = (side // variant.patch) ** 2 + 1
     number = jnp.maximum(images * tokens, 1.0)
     finite = np.isfinite(np.asarray(total.sum(axis=(1, 2))))
@@ -47,8 +47,8 @@ def attention_input_moments(
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 6))
-def _accumulate(model: VisionTransformer, size: int, backbone, kernels, batch, total, images):
-    """Returns the sums after a batch, which is encoded in portions of `size` images."""
+def add_batch(model: VisionTransformer, size: int, backbone, kernels, batch, total, images):
+    """Returns the sums of products and of images with those of a batch, in portions of `size`."""
 
     def add_portion(total, portion):
         _, captured = model.apply(
