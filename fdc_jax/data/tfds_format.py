@@ -1,8 +1,8 @@
 """Data prepared by TensorFlow Datasets (TFDS); the only module that imports that package.
 
-TFDS imports every module that `features.json` names. Therefore this module reads the JSON files of
-prepared data itself, and TFDS decodes the records by features that are named here. TensorFlow is
-not needed.
+TFDS imports every module that `features.json` names, so that the names are checked first. Shards
+are read one by one, to compare their records with the numbers and checksums that the files state.
+TensorFlow is not needed.
 """
 
 import contextlib
@@ -15,10 +15,9 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import google_crc32c
-import msgspec
 import numpy as np
 import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -31,36 +30,9 @@ from fdc_jax.machine.files import file_state, open_regular, read_npz, read_objec
 _log = logging.getLogger(__name__)
 _INFO, _FEATURES = "dataset_info.json", "features.json"
 _MODULES = "tensorflow_datasets.core.features."  # of the feature classes that TFDS comes with
-_TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _MOST_CLASSES = 2**20
-_IMAGE, _LABEL = "image_feature.Image", "class_label_feature.ClassLabel"
-_TEXT = "text_feature.Text"
 # Types of pixels that an image file holds; others are stored as the bytes of several channels.
-_PIXELS = ("uint8", "uint16")
-
-
-class _Split(msgspec.Struct, rename="camel"):
-    name: str
-    shard_lengths: list[Annotated[int, msgspec.Meta(ge=0)]] = []
-    filepath_template: str = ""
-
-
-class _Info(msgspec.Struct, rename="camel"):
-    """The fields of `dataset_info.json` that are read."""
-
-    name: str
-    splits: list[_Split]
-    file_format: str = "tfrecord"
-    supervised_keys: dict[str, Any] = {}
-
-
-class _Fields(NamedTuple):
-    """The names of the fields of a record that are read, and the names of the classes."""
-
-    image: str
-    label: str
-    name: str  # of the image; "" if records have no name
-    class_names: tuple[str, ...]
+_PIXELS = (np.uint8, np.uint16)
 
 
 def find(name: str, data_dir: Path) -> Path | None:
@@ -99,17 +71,16 @@ def open_prepared(
             as many records as `dataset_info.json` says.
     """
     info = _read_info(folder)
-    fields = _read_fields(folder, info.supervised_keys)
-    stored = {split.name: split for split in info.splits}
+    fields = _fields(folder, info)
 
     def read(split: str) -> tuple[_Records, dict[str, np.ndarray]]:
         """Returns the records of a split, and the columns of `_index`."""
         names = TEST_NAMES if split == "test" else (split,)
-        chosen = next(filter(None, map(stored.get, names)), None)
-        if chosen is None:
-            found = escaped(", ".join(stored))[:200] or "none"
+        stored = next(filter(info.splits.__contains__, names), None)
+        if stored is None:
+            found = escaped(", ".join(info.splits))[:200] or "none"
             raise InputError(f"{folder}: expected the split {split}, found {found}")
-        records = _Records(folder, info, chosen, fields)
+        records = _Records(info, info.splits[stored], fields)
         state = json.dumps([images.Facts._fields, fields[:3], records.states])
         index_file = cache / f"{name}-{split}-{hashlib.sha256(state.encode()).hexdigest()[:16]}.npz"
         where = f"{folder}: split {split}"
@@ -159,83 +130,70 @@ def _facts(columns: dict[str, np.ndarray]) -> list[images.Facts]:
 # The description ---------------------------------------------------------------------------------
 
 
-def _read_info(folder: Path) -> _Info:
-    """Returns the content of `dataset_info.json`; raises InputError."""
-    path = folder / _INFO
-    try:
-        # Protobuf writes its large integers as strings.
-        return msgspec.convert(read_object(path), _Info, strict=False)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{path}: {line(error)}") from error
+class _Fields(NamedTuple):
+    """The names of the fields of a record that are read, and the names of the classes."""
+
+    image: str
+    label: str
+    name: str  # of the image; "" if records have no name
+    class_names: tuple[str, ...]
 
 
-def _read_fields(folder: Path, supervised: dict[str, Any]) -> _Fields:
-    """Returns the fields that `features.json` describes.
+def _read_info(folder: Path) -> Any:
+    """Returns the description of prepared data, as TFDS reads it.
 
     Raises:
-        InputError: the file is damaged, describes no images with classes, or names a feature class
-            that is not of TFDS.
+        InputError: the files are damaged, name a class that is not of TFDS, or name shards outside
+            of the folder.
     """
-    path = folder / _FEATURES
+    foreign = [
+        n for n in _feature_classes(read_object(folder / _FEATURES)) if not n.startswith(_MODULES)
+    ]
+    if foreign:
+        text = escaped(foreign[0])[:200]
+        raise InputError(f"{folder / _FEATURES}: expected feature classes of TFDS, found {text}")
     try:
-        described = read_object(path)
-        foreign = [name for name in _class_names(described) if not name.startswith(_MODULES)]
-        if foreign:
-            raise ValueError(f"feature classes of TFDS, found {foreign[0]}")
-        content = _content(described)
-        features = content.get("features", content)
-        kinds = {
-            field: next(_class_names(feature)).removeprefix(_MODULES)
-            for field, feature in features.items()
-        }
-        items = supervised.get("tuple", {}).get("items", [])
-        image, label = [item["featureKey"] for item in items[:2]] or ("image", "label")
-        if (kinds.get(image), kinds.get(label)) != (_IMAGE, _LABEL):
-            raise ValueError(
-                f"images and their classes, found the fields {', '.join(sorted(kinds))}"
-            )
-        if (pixels := _content(features[image]).get("dtype", "uint8")) not in _PIXELS:
-            raise ValueError(f"pixels of type uint8 or uint16, found {pixels}")
-        texts = [field for field in ("file_name", "id") if kinds.get(field) == _TEXT]
-        names = _read_class_names(folder, label, _content(features[label]))
-    except (
-        AttributeError,
-        KeyError,
-        RecursionError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise InputError(f"{path}: expected {escaped(line(error))[:200]}") from error
-    return _Fields(image, label, texts[0] if texts else "", names)
+        for split in read_object(folder / _INFO).get("splits", ()):
+            template = split.get("filepathTemplate", "")
+            if not re.fullmatch(r"[\w{}.-]*", template):  # Nor a width, such as {SPLIT:999999999}.
+                raise ValueError(f"expected files in its folder, found {escaped(template)[:80]}")
+        return tfds.builder_from_directory(str(folder)).info
+    except Exception as error:  # TFDS raises many types on damaged files.
+        raise InputError(f"{folder / _INFO}: cannot read: {escaped(line(error))}") from error
 
 
-def _class_names(value: Any) -> Iterator[str]:
-    """Yields the names of Python classes in a part of `features.json`, the outermost first."""
+def _feature_classes(value: Any) -> Iterator[str]:
+    """Yields the names of Python classes in a part of `features.json`, at every depth."""
     if isinstance(value, dict):
         for key in ("pythonClassName", "type"):  # "type" in files of TFDS before 4.5
             if isinstance(value.get(key), str):
                 yield value[key]
-        for child in value.values():
-            yield from _class_names(child)
+        value = list(value.values())
+    if isinstance(value, list):
+        for child in value:
+            yield from _feature_classes(child)
 
 
-def _content(feature: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object that describes a feature; the other members are text."""
-    return next((value for value in feature.values() if isinstance(value, dict)), {})
-
-
-def _read_class_names(folder: Path, label: str, content: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the classes, or their numbers if no file names them."""
-    count = int(content.get("numClasses") or content["num_classes"])
-    path = folder / f"{label.replace('/', '.')}.labels.txt"
-    if not path.exists():
-        return tuple(map(str, range(min(count, _MOST_CLASSES))))
-    with open_regular(path) as file:
-        names = tuple(filter(None, map(str.strip, file.read().decode().split("\n"))))
-    if len(names) != count or len({*names}) != count:
-        raise ValueError(f"{count:,} different classes in {path.name}, found {len(names):,}")
-    return names
+def _fields(folder: Path, info: Any) -> _Fields:
+    """Returns the fields that are read; raises InputError if they are not images with classes."""
+    features = dict(info.features.items())
+    supervised = info.supervised_keys or ("image", "label")
+    image, label = (key if isinstance(key, str) else "" for key in supervised[:2])
+    images_of, classes = features.get(image), features.get(label)
+    path = folder / _FEATURES
+    if not (
+        isinstance(images_of, tfds.features.Image) and isinstance(classes, tfds.features.ClassLabel)
+    ):
+        names = escaped(", ".join(sorted(features)))[:200]
+        raise InputError(f"{path}: expected images and their classes, found the fields {names}")
+    if images_of.np_dtype not in _PIXELS:
+        raise InputError(f"{path}: expected pixels of type uint8 or uint16")
+    if not 0 < (classes.num_classes or 0) <= _MOST_CLASSES:
+        raise InputError(f"{path}: expected classes, found {classes.num_classes}")
+    names = [
+        key for key in ("file_name", "id") if isinstance(features.get(key), tfds.features.Text)
+    ]
+    return _Fields(image, label, names[0] if names else "", tuple(classes.names))
 
 
 # Records -----------------------------------------------------------------------------------------
@@ -319,18 +277,16 @@ class _Records:
         states: path and state (`file_state`) of every file.
     """
 
-    def __init__(self, folder: Path, info: _Info, split: _Split, fields: _Fields):
-        self._fields, self._paths = fields, _shard_paths(folder, info, split)
-        label = tfds.features.ClassLabel(num_classes=len(fields.class_names))
-        features = {fields.image: tfds.features.Image(), fields.label: label}
-        if fields.name:
-            features[fields.name] = tfds.features.Text()
+    def __init__(self, info: Any, split: Any, fields: _Fields):
+        self._fields = fields
+        self._paths = [Path(path) for path in split.filepaths]
+        read = {name: info.features[name] for name in fields[:3] if name}
         self._decode = functools.partial(
-            tfds.features.FeaturesDict(features).deserialize_example_np,
+            tfds.features.FeaturesDict(read).deserialize_example_np,
             decoders={fields.image: tfds.decode.SkipDecoding()},
         )
         self._shards = [
-            _open_shard(path, info.file_format, length)
+            _open_shard(path, info.file_format.value, length)
             for path, length in zip(self._paths, split.shard_lengths, strict=True)
         ]
         self._starts = np.cumsum([0, *split.shard_lengths])
@@ -360,30 +316,6 @@ class _Records:
         """Returns the number of a record's shard, and its position in the shard."""
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         return shard, index - int(self._starts[shard])
-
-
-def _shard_paths(folder: Path, info: _Info, split: _Split) -> list[Path]:
-    """Returns the files of a split; raises InputError for files outside of the folder."""
-    count, paths = len(split.shard_lengths), []
-    digits = max(5, len(str(count)))
-    for shard in range(count):
-        numbers = f"{shard:0{digits}}", f"{count:0{digits}}"
-        values = {
-            "DATASET": info.name,
-            "SPLIT": split.name,
-            "FILEFORMAT": info.file_format,
-            "SHARD_INDEX": numbers[0],
-            "NUM_SHARDS": numbers[1],
-            "SHARD_X_OF_Y": "-of-".join(numbers),
-        }
-        name = split.filepath_template or _TEMPLATE
-        for field, value in values.items():  # The widths of `str.format` could fill the memory.
-            name = name.replace(f"{{{field}}}", value)
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            text = escaped(name)[:80]
-            raise InputError(f"{folder / _INFO}: expected files in its folder, found {text}")
-        paths.append(folder / name)
-    return paths
 
 
 def _index(where: str, records: _Records, fields: _Fields, upright: bool) -> dict[str, np.ndarray]:

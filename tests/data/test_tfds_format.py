@@ -243,7 +243,10 @@ def test_prepared_data_import_no_module(tmp_path, prepare, opened, monkeypatch):
 def test_features_of_earlier_versions_are_read(prepare, opened):
     folder, _ = prepare()
     contents = {
-        "image": ("image_feature.Image", {"shape": [None, None, 3], "dtype": "uint8"}),
+        "image": (
+            "image_feature.Image",
+            {"shape": [-1, -1, 3], "dtype": "uint8", "encoding_format": ""},
+        ),
         "label": ("class_label_feature.ClassLabel", {"num_classes": 3}),
         "bright": ("feature.Tensor", {"shape": [], "dtype": "float32"}),
     }
@@ -318,8 +321,8 @@ def test_more_or_fewer_records_than_stated_are_refused(prepare, opened):
         (["5", "1"], "expected 5 records, found 4"),
         (["4", "2", "0"], "expected a file, found none"),
         ([], "split train: expected records, found none"),
-        (["-6"], r"dataset_info.json: Expected `int` >= 0"),
-        (["many"], r"dataset_info.json: Expected `int`"),
+        (["-6"], "expected -6 records, found 4"),
+        (["many"], r"dataset_info.json: cannot read: "),
     ):
         info["splits"][0]["shardLengths"] = lengths
         (folder / "dataset_info.json").write_text(json.dumps(info))
