@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -29,14 +29,11 @@ FLAGS = flags.FLAGS
 class _Parser(flags.ArgumentParser):
     """Reads the values of a flag by a function."""
 
-    def __init__(self, read: Callable[[Any], Any]):
-        self._read = read
-
-    def parse(self, argument: Any) -> Any:
-        return self._read(argument)
+    def __init__(self, read: Callable[..., object]):
+        self.parse = read
 
 
-def _sizes(value: Any) -> Any:
+def _sizes(value: object) -> object:
     """Returns the value of `config.classes_per_task`, a number or a list of numbers."""
     try:
         return ast.literal_eval(value) if isinstance(value, str) else value
@@ -55,7 +52,7 @@ def _define_config(values: flags.FlagValues, argv: list[str]) -> None:
         "config", help_string=text, flag_values=values, lock_config=True, sys_argv=argv
     )
 
-    def load(name: str) -> Any:
+    def load(name: str) -> ConfigDict:
         from fdc_jax.run import configuration  # loads JAX
 
         config = configuration.load(name)
@@ -115,7 +112,7 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
         if wrong := re.fullmatch(r"flag --([\w.]+)=(.*?): (?:expected (.*)|.*)", text):
             name, value, expected = wrong.groups()
             expected = expected or NOUNS.get(values[name].parser.flag_type(), "another value")
-            text = f"--{name}: expected {expected}, found {value!r}"
+            text = f"--{name}: expected {expected}, found {value!r:.100}"
         raise InputError(text) from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:  # of ml_collections
         raise InputError(f"--config: {errors.line(error)}") from error

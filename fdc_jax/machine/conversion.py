@@ -20,7 +20,7 @@ NOUNS = {
 _NOUN = re.compile(rf"\b({'|'.join(NOUNS)})\b")
 
 
-def convert(value: Any, kind: type[T], prefix: str = "") -> T:
+def convert(value: object, kind: type[T], prefix: str = "") -> T:
     """Returns a value as an object of a type, with the ranges of the type checked.
 
     Raises:
@@ -30,8 +30,8 @@ def convert(value: Any, kind: type[T], prefix: str = "") -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, InputError):  # of a `__post_init__`
-            raise error.__cause__ from None
+        if error.__cause__ is not None:  # of a `__post_init__`
+            raise InputError(str(error.__cause__)) from None
         reason, _, path = str(error).replace("`", "").partition(" - at $")
     field = f"{prefix}{path.removeprefix('.')}".removesuffix(".")
     text = _reason(reason, path, value, kind)

@@ -5,7 +5,7 @@ errors, `config.json` and the comparison of two configurations follow from these
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -262,7 +262,7 @@ class Config(Section, frozen=True):
         return others if has_raw else ("raw", *others)
 
 
-def fields(kind: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def fields(kind: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
     """Yields the name of every field, such as `train.rank`, and its annotation."""
     for field in msgspec.structs.fields(kind):
         name = prefix + field.name
@@ -272,12 +272,12 @@ def fields(kind: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str,
             yield name, field.type
 
 
-def metas(annotation: Any) -> tuple[Meta, ...]:
+def metas(annotation: type) -> tuple[Meta, ...]:
     """Returns ranges, description and marks of a field."""
     return getattr(annotation, "__metadata__", ())
 
 
-def description(annotation: Any) -> str:
+def description(annotation: type) -> str:
     """Returns the description of a field."""
     return "".join(meta.description or "" for meta in metas(annotation))
 

@@ -3,9 +3,9 @@
 import functools
 import json
 import runpy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import ml_collections
 import msgspec
@@ -37,6 +37,8 @@ WITHOUT_EFFECT = marked(HOST, RESUME)
 COMPARED = frozenset(name for name, _ in fields()) - marked(HOST, RESUME, GROUP)
 TASKS = marked(STREAM)
 
+Fields: TypeAlias = dict[str, Any]  # values by name, such as `train.rank`
+
 
 def named() -> dict[str, Path]:
     """Returns the files of configurations that come with the package, by name."""
@@ -54,12 +56,12 @@ def load(name: str) -> ml_collections.ConfigDict:
         InputError: there is no such file, or it fails.
     """
     file, *word = name.split(":", 1)
-    path, known = Path(file), named()
-    if file in known or not path.is_file():  # A bare name is never a file of the current folder.
-        if path.stem not in known or str(path) not in (path.stem, f"configs/{path.stem}.py"):
-            text = f"--config: expected a file, or one of {', '.join(known)}; found {file}"
-            raise InputError(text + nearest(path.stem, known))
-        path = known[path.stem]
+    known, stem = named(), file.removeprefix("configs/").removesuffix(".py")
+    # A bare name is never a file of the current folder.
+    path = Path(file) if file not in known and Path(file).is_file() else known.get(stem)
+    if path is None:
+        text = f"--config: expected a file, or one of {', '.join(known)}; found {file:.100}"
+        raise InputError(text + nearest(stem, known))
     try:
         config = runpy.run_path(str(path), run_name="configuration")["get_config"](*word)
         config.lock()  # fails if it is no ConfigDict
@@ -88,12 +90,12 @@ def typed(config: ml_collections.ConfigDict) -> Config:
     return _typed(values)
 
 
-def of_fields(flat: Mapping[str, Any]) -> Config:
+def of_fields(flat: Fields) -> Config:
     """Returns the settings of a saved run from its values by field; raises InputError."""
     return _typed(traverse_util.unflatten_dict(flat, sep="."))
 
 
-def _typed(values: dict[str, Any]) -> Config:
+def _typed(values: Fields) -> Config:
     """Returns typed settings with the options of the learner, whose module is imported."""
     learner = values["learner"]
     options = learners.defaults(values["benchmark"], learner["name"])
@@ -113,7 +115,7 @@ def _type(learner: type[learners.Learner]) -> type[Config]:
     return cast(type[Config], kind)
 
 
-def changed(config: Config, **sections: Mapping[str, Any]) -> Config:
+def changed(config: Config, **sections: Fields) -> Config:
     """Returns a configuration with other values: `changed(config, train={"epochs": 5})`."""
     new = {name: structs.replace(getattr(config, name), **sections[name]) for name in sections}
     return structs.replace(config, **new)
@@ -129,19 +131,19 @@ def describe(config: ml_collections.ConfigDict) -> list[str]:
     return lines
 
 
-def flatten(config: Config | ml_collections.ConfigDict) -> dict[str, Any]:
+def flatten(config: Config | ml_collections.ConfigDict) -> Fields:
     """Returns `{"train.epochs": 20, ...}` with tuples as lists, as JSON would give them back."""
     text = msgspec.json.encode(config) if isinstance(config, Config) else config.to_json()
     flat = traverse_util.flatten_dict(json.loads(text), sep=".")
     return dict(sorted(flat.items()))
 
 
-def of_host(config: Config) -> dict[str, Any]:
+def of_host(config: Config) -> Fields:
     """Returns the fields that tell of this machine, for `open_run` of the configuration's own."""
     return {name: value for name, value in flatten(config).items() if name in OF_A_HOST}
 
 
-def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+def completed(saved: Fields) -> Fields:
     """Returns the fields of a saved configuration, those that it lacks with their defaults.
 
     Fields that tell of a machine have their defaults, too: whoever wrote the folder may not choose
@@ -160,9 +162,9 @@ def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
     return flatten(convert(values, _type(learners.Learner), "config.")) | others
 
 
-def _class_names(order: Sequence[Any]) -> list[str]:
+def _class_names(order: Sequence[object]) -> list[str]:
     """Returns the names of `class_order`; one that is a file is replaced by the names in it."""
-    names = list(map(str, order))
+    names = [*map(str, order)]
     if len(names) == 1:
         file = named_path("config.class_order", names[0])
         listed = "," in names[0] and not file.exists()
@@ -181,7 +183,7 @@ def _class_names(order: Sequence[Any]) -> list[str]:
     return names
 
 
-def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def differences(saved: Fields, new: Fields) -> dict[str, str]:
     """Returns phrases such as "train.rank was 10, is 3" by field of `new`, if results differ."""
     return {
         field: f"other {field.removesuffix(' sha256')}"
