@@ -9,20 +9,52 @@ import base64
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 import scipy.special
 from jaxtyping import Bool, Float, Int
+from msgspec import Meta
 from numpy.typing import ArrayLike
 
 from fdc_jax.calibration import FDC, METHODS, Scores
 from fdc_jax.calibration.confidence import of_labels
-from fdc_jax.errors import InputError
+from fdc_jax.errors import CONTROL, InputError
 
 TITLES = {FDC.name: METHODS[FDC.name].title, "oracle": "task given"}  # in lines of text
 _CONFIDENCE = 0.95  # of all intervals
 _QUANTILE = float(scipy.special.ndtri(0.5 + _CONFIDENCE / 2))
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Percent = Annotated[float, Meta(ge=0, le=100.001)]  # means of 100 may exceed it by rounding
+# Text that a terminal, a table or a page may show.
+Name = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$", max_length=1000)]
+Accuracies = dict[Name, Percent]  # by calibrator
+
+
+class Decomposition(msgspec.Struct, frozen=True, kw_only=True):
+    """The decisions of a calibrator on test images, in percent, by task and class."""
+
+    num_samples: Count
+    accuracy: Percent
+    routing_accuracy: Percent
+    oracle_accuracy: Percent  # with the task given
+    right_task_right_class: Percent
+    right_task_wrong_class: Percent
+    wrong_task_oracle_right: Percent
+    wrong_task_oracle_wrong: Percent
+
+
+class Measures(msgspec.Struct, kw_only=True):
+    """Accuracies and calibration errors in percent, by calibrator."""
+
+    accuracy: Accuracies  # also of `oracle`: raw logits with the task given
+    routing_accuracy: Accuracies = {}
+    decomposition: dict[Name, Decomposition] = {}
+    task_accuracy: dict[Name, list[Percent | None]] = {}  # None for a task without images
+    calibration_error: Accuracies = {}
+    chance_calibration_error: Accuracies = {}
 
 
 class Gain(NamedTuple):
@@ -64,7 +96,8 @@ def task_accuracies(
     true_task: Int[np.ndarray, " n"], right: Bool[np.ndarray, " n"]
 ) -> list[float | None]:
     """Returns the accuracy on each true task, None for a task without samples."""
-    totals, hits = np.bincount(true_task), np.bincount(true_task, weights=right)
+    totals = np.bincount(true_task).tolist()
+    hits = np.bincount(true_task, weights=right).tolist()
     return [100.0 * hit / total if total else None for hit, total in zip(hits, totals, strict=True)]
 
 
@@ -159,10 +192,8 @@ def measure(
     labels: Int[np.ndarray, " n"],
     tasks: Int[np.ndarray, " n"],
     probabilities: Float[np.ndarray, "n classes"] | None = None,
-) -> dict[str, Any]:
-    """Returns accuracies and errors of calibrators in percent, by quantity and calibrator.
-
-    `accuracy` and `task_accuracy` also have the entry `oracle`, for `raw` with the task given.
+) -> Measures:
+    """Measures accuracies and errors of calibrators.
 
     Args:
         scores: of calibrators by name.
@@ -170,35 +201,32 @@ def measure(
         tasks: true tasks, counted from 0.
         probabilities: of all classes, tasks in order, for the calibration errors.
     """
-    predicted = {name: of.label for name, of in scores.items()}
-    if "raw" in scores:
-        predicted["oracle"] = scores["raw"].label_in_task(tasks)
-    right = {name: label == labels for name, label in predicted.items()}
-    parts, errors, by_chance = {}, {}, {}
+    measures = Measures(accuracy={})
     for name, of in scores.items():
-        routed, given = of.task == tasks, of.label_in_task(tasks) == labels
-        parts[name] = {
-            "num_samples": len(labels),
-            "accuracy": _percent(right[name]),
-            "routing_accuracy": _percent(routed),
-            "oracle_accuracy": _percent(given),
-            "right_task_right_class": _percent(routed & right[name]),
-            "right_task_wrong_class": _percent(routed & ~right[name]),
-            "wrong_task_oracle_right": _percent(~routed & given),
-            "wrong_task_oracle_wrong": _percent(~routed & ~given),
-        }
+        right, routed = of.label == labels, of.task == tasks
+        given = of.label_in_task(tasks) == labels
+        part = Decomposition(
+            num_samples=len(labels),
+            accuracy=_percent(right),
+            routing_accuracy=_percent(routed),
+            oracle_accuracy=_percent(given),
+            right_task_right_class=_percent(routed & right),
+            right_task_wrong_class=_percent(routed & ~right),
+            wrong_task_oracle_right=_percent(~routed & given),
+            wrong_task_oracle_wrong=_percent(~routed & ~given),
+        )
+        measures.decomposition[name] = part
+        measures.accuracy[name] = part.accuracy
+        measures.routing_accuracy[name] = part.routing_accuracy
+        measures.task_accuracy[name] = task_accuracies(tasks, right)
         if probabilities is not None:
             stated = of_labels(probabilities, of.classes, of.label)
-            errors[name] = calibration_error(stated, right[name])
-            by_chance[name] = chance_calibration_error(stated)
-    measures = {
-        "accuracy": {name: _percent(of) for name, of in right.items()},
-        "routing_accuracy": {name: part["routing_accuracy"] for name, part in parts.items()},
-        "decomposition": parts,
-        "task_accuracy": {name: task_accuracies(tasks, of) for name, of in right.items()},
-    }
-    if errors:
-        measures |= {"calibration_error": errors, "chance_calibration_error": by_chance}
+            measures.calibration_error[name] = calibration_error(stated, right)
+            measures.chance_calibration_error[name] = chance_calibration_error(stated)
+    if "raw" in scores:
+        given = scores["raw"].label_in_task(tasks) == labels
+        measures.accuracy["oracle"] = _percent(given)
+        measures.task_accuracy["oracle"] = task_accuracies(tasks, given)
     return measures
 
 
@@ -216,10 +244,12 @@ def predictions(
     return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
-def describe(record: dict[str, Any], num_tasks: int) -> str:
+def describe(measures: Measures, task: int, num_tasks: int) -> str:
     """Returns one line about the accuracies after a task."""
-    values, routing = record["accuracy"].items(), record["routing_accuracy"]
-    accuracies = "  ".join(f"{TITLES.get(name, name)} {value:.2f}" for name, value in values)
+    routing = measures.routing_accuracy
+    accuracies = "  ".join(
+        f"{TITLES.get(name, name)} {value:.2f}" for name, value in measures.accuracy.items()
+    )
     calibrated = f" -> {routing[FDC.name]:.2f}" if FDC.name in routing else ""
-    done = f"after task {record['task'] + 1}/{num_tasks}"
+    done = f"after task {task + 1}/{num_tasks}"
     return f"{done}: {accuracies}  routing {routing['raw']:.2f}{calibrated} %"

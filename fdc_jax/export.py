@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from flax import traverse_util
 
@@ -33,6 +34,7 @@ from fdc_jax.machine.files import (
 from fdc_jax.model import layouts, vit, weights
 from fdc_jax.run.configuration import OF_A_HOST
 from fdc_jax.run.paths import RunPaths
+from fdc_jax.run.records import Results
 from fdc_jax.run.saved import Run, open_run
 
 _log = logging.getLogger("fdc_jax.export")  # not __name__, which is __main__ in the program
@@ -70,7 +72,7 @@ def write(
     if (results := run.results) is None:
         raise InputError(f"{run.folder}: {run.unfinished}")
     heads = run.heads()
-    if missing := results["storage_bytes"].keys() - {*run.calibrators}:
+    if missing := results.storage_bytes.keys() - {*run.calibrators}:
         raise InputError(f"{run.folder}: expected the calibrator {min(missing)}, found none")
     if len(heads) != run.num_tasks:
         raise InputError(
@@ -82,7 +84,8 @@ def write(
         _write_pretrained(run.encoders.pretrained.path, target.weights_file)
         config = _anywhere(run.read_config())
         write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})
-        write_json(target.results_file, results | {"config": _anywhere(results["config"])})
+        results = msgspec.structs.replace(results, config=_anywhere(results.config))
+        write_json(target.results_file, results)
         target.calibrator_file("").parent.mkdir()
         for name in run.calibrators:
             calibrator = run.calibrator(name)
@@ -100,13 +103,14 @@ def write(
         open_run(folder, learner=learner)
 
 
-def _check_predictions(run: Run, results: Mapping[str, Any]) -> None:
+def _check_predictions(run: Run, results: Results) -> None:
     """Raises InputError if `predictions.npz` does not give the accuracies of `results.json`."""
     columns, path = run.predictions, run.predictions_file
-    for name, expected in results["accuracy"].items():
-        if (labels := columns.get(f"{name}_label")) is None:
+    for name, expected in results.accuracy.items():
+        if f"{name}_label" not in columns:
             raise InputError(f"{path}: expected the column {name}_label, found none")
-        if abs((accuracy := evaluation.accuracy(columns["label"], labels)) - expected) > 1e-6:
+        accuracy = evaluation.accuracy(columns["label"], columns[f"{name}_label"])
+        if abs(accuracy - expected) > 1e-6:
             raise InputError(
                 f"{path}: is of another run: expected an accuracy of {expected:.2f} % by {name}, "
                 f"found {accuracy:.2f} %"

@@ -25,6 +25,7 @@ from fdc_jax.heads import products, unit
 from fdc_jax.machine import devices
 from fdc_jax.machine.files import write_json, write_manifest
 from fdc_jax.machine.versions import versions
+from fdc_jax.run.records import Contender, Latency
 
 # The paper's protocol: images per batch; warm-up batches, repeats, and batches per repeat.
 IMAGES, PROTOCOL = 64, (10, 3, 20)
@@ -69,7 +70,7 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
 
 def measure(
     encode: Any, backbone: Any, views: Sequence[Any], images: Any, calibrator: FDC, protocol: Any
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Contender]:
     """Times baseline, single and dual, in this order, as a process's memory peak never falls.
 
     Args:
@@ -81,8 +82,7 @@ def measure(
         protocol: see `PROTOCOL`.
 
     Returns:
-        By name `milliseconds` per batch, a number per repeat, and `peak_bytes`, the device's peak
-        so far, None on a CPU.
+        By name, with a number of milliseconds per repeat.
     """
     warm_up, repeats, batches = protocol
 
@@ -98,11 +98,12 @@ def measure(
         choose = fdc_labels(calibrator, count) if count else raw_labels(calibrator)
         run(choose, max(count, 1), warm_up)
         milliseconds = [run(choose, max(count, 1), batches) for _ in range(repeats)]
-        timings[name] = {"milliseconds": milliseconds, "peak_bytes": devices.peak_memory()}
+        peak = devices.peak_memory()
+        timings[name] = Contender(milliseconds=milliseconds, peak_bytes=peak)
     return timings
 
 
-def measure_run(run: Any, protocol: Any = PROTOCOL) -> dict[str, Any]:
+def measure_run(run: Any, protocol: Any = PROTOCOL) -> Latency:
     """Times a finished run of `fdc_jax.open_run`; writes and returns `latency.json`.
 
     Raises:
@@ -111,12 +112,17 @@ def measure_run(run: Any, protocol: Any = PROTOCOL) -> dict[str, Any]:
     calibrator = run.calibrator(FDC.name)
     if run.results is None or len(calibrator.widths) < 2:
         raise InputError(f"{run.folder}: expected a finished run with FDC in both views")
-    rows = np.arange(run.results["num_test_images"])[:IMAGES]
+    rows = np.arange(run.results.num_test_images)[:IMAGES]
     encoders, views = run.encoders, [run.encoder(t) for t in (run.num_tasks, 0)]
     images = devices.split(encoders.learner.setup.mesh, run.test_images(rows))
     parts = encoders.extract.encode, encoders.backbone, views, images, calibrator
-    measured = {"images": len(rows), "device": devices.describe(), "versions": versions()}
-    measured |= {"precision": run.config["precision"], "contenders": measure(*parts, protocol)}
+    measured = Latency(
+        images=len(rows),
+        device=devices.describe(),
+        versions=versions(),
+        precision=run.config["precision"],
+        contenders=measure(*parts, protocol),
+    )
     write_json(run.folder / "latency.json", measured)
     if run.exported:
         write_manifest(run.folder)
@@ -142,12 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     for folder in options.workdir:
         measured = measure_run(fdc_jax.open_run(folder, options.data, options.weights))
-        base, parts = measured["contenders"]["baseline"]["peak_bytes"], []
-        for name, timing in measured["contenders"].items():
-            added = f" (+{(timing['peak_bytes'] - base) / 2**20:.1f} MiB)" if base else ""
-            parts.append(f"{name} {np.mean(timing['milliseconds']):.1f} ms{added}")
+        base, parts = measured.contenders["baseline"].peak_bytes, []
+        for name, timing in measured.contenders.items():
+            added = ""
+            if base and timing.peak_bytes:
+                added = f" (+{(timing.peak_bytes - base) / 2**20:.1f} MiB)"
+            parts.append(f"{name} {np.mean(timing.milliseconds):.1f} ms{added}")
         if not options.quiet:
-            batch = f"{measured['images']} images on {measured['device']}"
+            batch = f"{measured.images} images on {measured.device}"
             memory = "" if base else "; memory is measured on accelerators only"
             print(f"{folder}: {', '.join(parts)} for {batch}{memory}")
 

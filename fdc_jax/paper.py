@@ -36,6 +36,7 @@ from fdc_jax.run import configuration, estimate
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
 from fdc_jax.run.paths import RunPaths
+from fdc_jax.run.records import Results
 
 # The table of logit standardisation needs `ls`.
 _FLAGS_OF_ALL = {"--config.calibrators": "fdc,gaussians,ls", "--config.report": "False"}
@@ -90,10 +91,12 @@ class Run(NamedTuple):
         return shlex.join(["python", "-m", "fdc_jax", "run", *self.words])
 
     @property
-    def results(self) -> dict[str, Any]:
-        """Results of the finished run, or an empty dictionary."""
-        results = RunPaths(self.folder).read_results() or {"num_tasks": 0}
-        return results if results["num_tasks"] >= estimate.size(self.config).tasks else {}
+    def results(self) -> Results | None:
+        """Results of the finished run, or None."""
+        results = RunPaths(self.folder).read_results()
+        return (
+            results if results and results.num_tasks >= estimate.size(self.config).tasks else None
+        )
 
     @property
     def conflict(self) -> str:
@@ -336,8 +339,8 @@ def _show_tasks(run: Run, start: int, quiet: bool) -> int:
 
 def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
     """Returns a line on how a run ended, and the time left if as many runs stay in parallel."""
-    accuracy = run.results.get("accuracy", {})
-    titles = evaluation.TITLES
+    results, titles = run.results, evaluation.TITLES
+    accuracy = results.accuracy if results else {}
     text = ", ".join(f"{titles.get(name, name)} {value:.2f}" for name, value in accuracy.items())
     text = f"failed: {outcome[1]}" if outcome[0] else text
     states = [run.state for run in runs]
@@ -507,7 +510,7 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
 def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None:
     """Measures the inference latency of the first finished run of each benchmark, if unknown."""
     for run in {run.benchmark: run for run in reversed(runs) if run.results}.values():
-        if RunPaths(run.folder).read_latency():
+        if RunPaths(run.folder).read_latency().contenders:
             continue
         _say(f"{run}: measures the latency of inference", quiet)
         try:

@@ -167,7 +167,7 @@ def _notes(predictions: Predictions) -> Iterator[str]:
             f"the run has learned {predictions.num_tasks} of its {run.num_tasks} tasks; it knows "
             "no class of the others"
         )
-    accuracy = run.results["accuracy"] if run.results else {}
+    accuracy = run.results.accuracy if run.results else {}
     if method in accuracy:
         alternatives = [
             f"{accuracy[name]:.1f} % with --method={name}"
@@ -229,7 +229,7 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
         notice=_UNFINISHED if predictions.before_training else "",
         method=method,
-        accuracy=run.results["accuracy"].get(method) if run.results else None,
+        accuracy=run.results.accuracy.get(method) if run.results else None,
         **counts,
         unreadable=[_short(name) for name in names],
         shown=shown,

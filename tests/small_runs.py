@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from configs import digits
@@ -39,7 +40,8 @@ def config(cache, **fields):
 
 def run(config, workdir):
     """Runs or goes on in this process, and returns the results."""
-    return seeds.run(config, str(workdir), quiet=True)[0]
+    (collected,) = seeds.run(config, str(workdir), quiet=True)
+    return json.loads(msgspec.json.encode(collected))
 
 
 def shared(tmp_path_factory, name, make):

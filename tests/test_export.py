@@ -74,7 +74,7 @@ def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, le
     small_runs.assert_equal(answers(exported, images), expected)
     np.testing.assert_array_equal(exported.predictions["fdc_label"][ROWS], expected["fdc label"])
     assert (exported.num_tasks, exported.class_names) == (2, run.class_names)
-    assert exported.results["accuracy"] == run.results["accuracy"]
+    assert exported.results.accuracy == run.results.accuracy
     for head, other in zip(exported.heads(), heads, strict=True):
         for part, same in zip(head, other, strict=True):
             np.testing.assert_array_equal(part, same)

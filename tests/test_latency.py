@@ -25,8 +25,8 @@ def test_every_contender_is_warmed_up_and_timed_in_turn(monkeypatch):
     expected = 17 * ["adapted", "raw"] + 17 * ["adapted", "fdc 1"]
     assert events == expected + 17 * ["adapted", "pretrained", "fdc 2"]
     assert list(found) == ["baseline", "single", "dual"]
-    assert [timing["peak_bytes"] for timing in found.values()] == [100, 150, 170]
-    assert all(len(timing["milliseconds"]) == 3 for timing in found.values())
+    assert [timing.peak_bytes for timing in found.values()] == [100, 150, 170]
+    assert all(len(timing.milliseconds) == 3 for timing in found.values())
 
 
 def test_contenders_answer_as_the_run_did(whole):

@@ -23,6 +23,7 @@ from typing import IO, Any, TypeAlias
 
 import filelock
 import ml_dtypes
+import msgspec
 import numpy as np
 import platformdirs
 import safetensors.numpy
@@ -243,8 +244,8 @@ def holder(path: Path) -> str:
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Writes a JSON file, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Writes a value of JSON types and structures as a file, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, default=msgspec.to_builtins) + "\n")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

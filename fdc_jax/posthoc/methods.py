@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 
 from fdc_jax import calibration, evaluation
@@ -79,7 +80,7 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
     parts = outcomes[FDC.name].components if FDC.name in outcomes else {}
     return {
         **sizes,
-        **evaluation.measure(scores, labels, tasks),
+        **msgspec.to_builtins(evaluation.measure(scores, labels, tasks)),
         "task_confusion": {
             name: evaluation.task_confusion(tasks, answers.task, count).tolist()
             for name, answers in scores.items()

@@ -76,9 +76,9 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[st
     Raises:
         InputError: the run has no saved features, or no labels with them.
     """
-    folder, fields = run.folder / "features", Settings.__struct_fields__
-    config = {name: run.results["config"].get(f"fdc.{name}") for name in fields}
-    settings = {name: value for name, value in config.items() if value is not None}
+    folder, config = run.folder / "features", run.results.config
+    fields = [name for name in Settings.__struct_fields__ if f"fdc.{name}" in config]
+    settings = {name: config[f"fdc.{name}"] for name in fields}
     results = _kept(_diagnosed, folder, settings, (*_OF_EVERY_SEED, *_OF_THE_FIRST * first))
     numbers: dict[str, float] = {}
     if "similarity" in results:

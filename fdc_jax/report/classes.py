@@ -84,7 +84,7 @@ def load(group: Group) -> Classes | None:
         for true, chosen in np.argwhere(counts).tolist()
     ]
     pairs = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
-    num_classes = max(size, group.results.get("num_classes") or 0)
+    num_classes = max(size, group.results.num_classes)
     names = [pictures.class_name(group.runs[0].class_names, label) for label in range(num_classes)]
     untested = [name for label, name in enumerate(names) if label not in table.index]
     order = sorted_by_likeness(wrong / totals)
@@ -126,7 +126,7 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
 
 def _unlike(run: Any, count: int) -> Int[np.ndarray, " k"]:
     """Returns rows of images unlike anything learned, least typical first; empty if unknown."""
-    names = [n for n in run.results["accuracy"] if n in METHODS and METHODS[n].gives_confidence]
+    names = [n for n in run.results.accuracy if n in METHODS and METHODS[n].gives_confidence]
     paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
     if names and paths[0].exists():
         try:

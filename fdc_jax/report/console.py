@@ -14,11 +14,14 @@ from fdc_jax.report.runs import Group
 def show(group: Group) -> None:
     """Prints accuracies in percent and gains in points by calibrator, and sentences about them."""
     first, several = group.results, len(group.runs) > 1
-    sizes = (("num_tasks", "task"), ("num_classes", "class"), ("num_test_images", "test image"))
+    sizes = (
+        counted(first.num_tasks, "task"),
+        counted(first.num_classes, "class"),
+        counted(first.num_test_images, "test image"),
+    )
     print(
-        f"{first['benchmark']}, {title(first['learner'])}, seed{'s' * several} "
-        f"{', '.join(map(str, group.seeds))}: "
-        f"{', '.join(counted(first[name], noun) for name, noun in sizes)}\n"
+        f"{first.benchmark}, {title(first.learner)}, seed{'s' * several} "
+        f"{', '.join(map(str, group.seeds))}: {', '.join(sizes)}\n"
     )
     frame = tables.of_calibrators([group]).frame.rename_axis("percent").fillna("")
     shown = frame.drop(columns="storage, MiB", errors="ignore")
@@ -51,22 +54,20 @@ def verdict(group: Group) -> str:
 def notes(group: Group) -> list[str]:
     """Returns lines about calibrators and skipped images; numbers are means over seeds."""
     seeds = [run.results for run in group.runs]
-    texts = [note for results in seeds for note in (results.get("notes") or {}).values()]
+    texts = [note for results in seeds for note in results.notes.values()]
     lines = [f"{note[:1].upper()}{note[1:]}." for note in dict.fromkeys(texts)]
-    skipped = dict(kind for results in seeds for kind in (results.get("skipped") or {}).items())
+    skipped = dict(kind for results in seeds for kind in results.skipped.items())
     lines += [f"Images: {reason}: {paths}." for reason, paths in skipped.items()]
-    errors, by_chance = (
-        pd.DataFrame([results.get(section) or {} for results in seeds]).mean()
-        for section in ("calibration_error", "chance_calibration_error")
-    )
+    errors = pd.DataFrame([results.calibration_error for results in seeds]).mean()
+    by_chance = pd.DataFrame([results.chance_calibration_error for results in seeds]).mean()
     for name in filter(lambda name: METHODS[name].gives_confidence, errors.index):
         chance = f"; chance alone would cause {by_chance[name]:.1f}" if name in by_chance else ""
         lines.append(
             f"Stated confidence and accuracy of {METHODS[name].title} differ by "
             f"{errors[name]:.1f} points on average{chance}."
         )
-    shares = [results.get("unlike_learned") for results in seeds]
-    if shares := [share for share in shares if share is not None]:
+    shares = [results.unlike_learned for results in seeds if results.unlike_learned is not None]
+    if shares:
         lines.append(
             f"{np.mean(shares):.1f} % of the test images are flagged as unlike anything learned; "
             "5 % are expected of new images of the learned classes."

@@ -62,9 +62,9 @@ def curve(group: Group) -> pd.DataFrame | None:
     """
     names = [*group.methods, "oracle"]
     rows = [
-        {"seed": run.results["seed"], "task": point["task"] + 1} | point["accuracy"]
+        {"seed": run.results.seed, "task": point.task + 1} | point.accuracy
         for run in group.runs
-        for point in run.results["curve"]
+        for point in run.results.curve
     ]
     if len({row["task"] for row in rows}) < 2:
         return None
@@ -78,7 +78,7 @@ def task_confusion(group: Group) -> Figure | None:
     if not kept:
         return None
     figure, panels = drawing.panels(len(kept), 2.5, 2 if len(kept) == 4 else 3, sharey=True)
-    scale, edge = PowerNorm(0.5, 0, 100), group.results["num_tasks"] + 0.5
+    scale, edge = PowerNorm(0.5, 0, 100), group.results.num_tasks + 0.5
     for axes, (name, matrix) in zip(panels, kept.items(), strict=True):
         axes.imshow(matrix, "Blues", norm=scale, extent=(0.5, edge, edge, 0.5))
         axes.grid(visible=False)
@@ -95,7 +95,7 @@ def confusion(group: Group, method: str) -> Float[np.ndarray, "tasks tasks"] | N
 
     Mean over seeds; None if predictions were not kept.
     """
-    shares, count = [], group.results["num_tasks"]
+    shares, count = [], group.results.num_tasks
     for columns in map(predictions, group.runs):
         if f"{method}_task" in columns:
             counts = evaluation.task_confusion(columns["task"], columns[f"{method}_task"], count)
@@ -180,7 +180,7 @@ def residual_distributions(group: Group) -> Figure | None:
     pink: dict[str, Any] = {"color": drawing.FOREIGN}
     for axes, (view, head) in zip(panels, cells, strict=True):
         densities = seeds[0][view][head]
-        task = 0 if head == "first" else group.results["num_tasks"] - 1
+        task = 0 if head == "first" else group.results.num_tasks - 1
         own = densities.reindex(columns=[task])[task]  # NaN if the task has no density
         foreign = densities.drop(columns=task, errors="ignore")
         mean = foreign.mean(axis=1)
@@ -204,7 +204,7 @@ def prototype_geometry(group: Group) -> Figure | None:
     if not (seeds := group.analyses.get("prototype_geometry")):
         return None
     figure, panels = drawing.panels(len(seeds[0]), 2.9, 2)
-    colours = ScalarMappable(Normalize(1, max(group.results["num_tasks"], 2)), "viridis")
+    colours = ScalarMappable(Normalize(1, max(group.results.num_tasks, 2)), "viridis")
     for axes, (view, prototypes) in zip(panels, seeds[0].items(), strict=True):
         of_task = prototypes["label"] < 0
         for rows, size, mark in ((~of_task, 13, "o"), (of_task, 75, "*")):
@@ -234,7 +234,7 @@ def sweeps(group: Group) -> Figure | None:
             colour, marker = (drawing.PRETRAINED, "D") if other else (drawing.FDC, "s")
             look = {"marker": marker, "gid": column, "label": "Nearest" if other else "FDC"}
             drawing.band(axes, accuracy.columns, accuracy.to_numpy(), colour, **look)
-        default: float = group.results["config"][f"fdc.{name}"]
+        default: float = group.results.config[f"fdc.{name}"]
         axes.axvline(default, color=drawing.INK, linestyle=":", linewidth=1.0, gid="default")
         axes.set_xlabel(title)
         if name == "neighbours":

@@ -62,8 +62,8 @@ def render(
 def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict[str, Any]:
     """Returns the content of the section of a group."""
     first, accuracy = group.results, group.record(group.best)
-    provenance = {name: first.get(name) for name in ("device", "versions")}
-    provenance |= {"settings": runs.settings(first)}
+    settings = runs.settings(first)
+    provenance = {"device": first.device, "versions": first.versions, "settings": settings}
     return {
         "group": group,
         "title": _title(group.learner, group.benchmark, group.best),
@@ -119,7 +119,7 @@ def _templates() -> jinja2.Environment:
 
 def _has_images(group: Group) -> bool:
     """Returns False if `fdc posthoc` made the runs, from features."""
-    return "encoder" in group.results
+    return group.results.encoder is not None
 
 
 def _answering(method: str) -> str:

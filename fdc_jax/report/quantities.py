@@ -20,7 +20,6 @@ app-cost), and, of `baseline`, `single` and `dual`, `latency_ms:`, `added_latenc
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,6 +27,7 @@ import pandas as pd
 from fdc_jax import learners
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.report import paper
+from fdc_jax.run.records import Latency, Point, Results, Timing
 
 # Sections of results with a number per calibrator, by prefix.
 _SECTIONS = {
@@ -70,9 +70,9 @@ def split(name: str) -> tuple[str, str]:
 
 
 def measured(
-    results: Mapping[str, Any],
+    results: Results,
     untrained: Mapping[str, float] | None = None,
-    latency: Mapping[str, Any] | None = None,
+    latency: Latency | None = None,
 ) -> dict[str, float]:
     """Returns the known numbers of a run by name.
 
@@ -81,63 +81,64 @@ def measured(
         untrained: accuracies of calibrators of `analysis.untrained`.
         latency: content of its `latency.json`.
     """
-    numbers = dict(untrained or {}) | _accuracies(results, results["learner"])
+    numbers: dict[str, float | None] = dict(untrained or {})
+    numbers |= _accuracies(results, results.learner)
     if "raw" in numbers:  # Features without heads have no raw logits.
-        raw, oracle = numbers["raw"], numbers.get("oracle")
+        raw = numbers["raw"]
         numbers |= {f"gain:{name}": value - raw for name, value in numbers.items()}
-        if oracle is not None and raw < 100:  # The oracle is right wherever raw logits are.
-            numbers["corrected"] = 100 * (oracle - raw) / (100 - raw)
-    averages = results.get("average_incremental_accuracy") or {}
-    if averages.get("raw") is not None:  # if every task was evaluated
-        curve = [_accuracies(point, results["learner"]) for point in results["curve"]]
+        if "oracle" in numbers and raw < 100:  # The oracle is right wherever raw logits are.
+            numbers["corrected"] = 100 * (numbers["oracle"] - raw) / (100 - raw)
+    averages = results.average_incremental_accuracy
+    if "raw" in averages and averages["raw"] is not None:  # if every task was evaluated
+        curve = [_accuracies(point, results.learner) for point in results.curve]
         means = pd.DataFrame(curve).mean(skipna=False).dropna()
         numbers |= means.add_prefix("aia:").to_dict()
     for kind, section in _SECTIONS.items():
-        values = (results.get(section) or {}).items()
+        values = getattr(results, section).items()
         numbers |= {f"{kind}:{name}": value for name, value in values}
-    parts = (results.get("decomposition") or {}).items()
-    numbers |= {f"given:{name}": part.get("oracle_accuracy") for name, part in parts}
-    numbers |= _costs(results) | _inference(latency or {})
+    parts = results.decomposition.items()
+    numbers |= {f"given:{name}": part.oracle_accuracy for name, part in parts}
+    numbers |= _costs(results) | _inference(latency or Latency())
     return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
-def _accuracies(point: Mapping[str, Any], learner: str) -> dict[str, float]:
+def _accuracies(point: Results | Point, learner: str) -> dict[str, float]:
     """Returns accuracies by name, from results or from a point of the curve.
 
     Without a pretrained view, all components are those of the adapted view.
     """
-    parts = dict(point.get("components") or {})
+    parts = dict(point.components)
     if parts and "pretrained_view" not in parts:
         parts |= {"adapted_view": parts["full"], "pac+rlc_adapted_view": parts["pac+rlc"]}
     if (selected := learners.selected(learner)) in parts:
         parts["selected"] = parts[selected]
-    return parts | point["accuracy"]
+    return parts | point.accuracy
 
 
-def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
+def _costs(results: Results) -> dict[str, float | None]:
     """Returns the costs of training and of FDC, None if they are not known.
 
     FDC's minutes count the loading of images, both views and the fit. Features of E_0 from the
     cache count with the seconds that they took when they were computed.
     """
-    timing, memory = results.get("timing") or {}, results.get("peak_memory_bytes") or {}
-    parts = [timing.get(f"{view}_extraction_seconds") for view in ("adapted", "pretrained")]
-    parts.append((timing.get("fit_seconds") or {}).get(FDC.name))
+    timing, memory = results.timing or Timing(), results.peak_memory_bytes
+    parts = [timing.adapted_extraction_seconds, timing.pretrained_extraction_seconds]
+    parts.append(timing.fit_seconds.get(FDC.name))
     totals = {
-        "training_minutes": (timing.get("training_seconds"), 60),
+        "training_minutes": (timing.training_seconds, 60),
         "fdc_minutes": (None if None in parts else sum(filter(None, parts)), 60),
         "peak_memory_gib": (memory.get("training"), 2**30),
         "fdc_peak_memory_gib": (memory.get(FDC.name), 2**30),
-        "storage_mib": (results.get("fdc_storage_bytes"), 2**20),
+        "storage_mib": (results.fdc_storage_bytes, 2**20),
     }
     return {name: value and value / unit for name, (value, unit) in totals.items()}
 
 
-def _inference(latency: Mapping[str, Any]) -> dict[str, Any]:
+def _inference(latency: Latency) -> dict[str, float | None]:
     """Returns the numbers of `fdc_jax.latency`: milliseconds per batch, and MiB."""
     numbers, base = {}, None
-    for name, timing in latency.get("contenders", {}).items():
-        mean, peak = float(np.mean(timing["milliseconds"])), timing["peak_bytes"]
+    for name, timing in latency.contenders.items():
+        mean, peak = float(np.mean(timing.milliseconds)), timing.peak_bytes
         numbers[f"latency_ms:{name}"] = mean
         if base is None:  # the baseline comes first
             base = mean, peak

@@ -20,6 +20,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.machine.files import named_path, write_json
 from fdc_jax.report import analysis, paper, quantities
 from fdc_jax.run.configuration import COMPARED
+from fdc_jax.run.records import Results
 from fdc_jax.run.saved import open_run
 
 # Settings of the paper, and defaults of settings that it leaves open, by field.
@@ -44,7 +45,7 @@ class Group:
     missing: list[str] = dataclasses.field(default_factory=list)  # reasons for missing analyses
 
     @property
-    def results(self) -> dict[str, Any]:
+    def results(self) -> Results:
         """`results.json` of the first seed."""
         return self.runs[0].results
 
@@ -56,7 +57,7 @@ class Group:
     @property
     def methods(self) -> list[str]:
         """Names of `raw` and of the calibrators, FDC first."""
-        names = [name for run in self.runs for name in run.results["accuracy"]]
+        names = [name for run in self.runs for name in run.results.accuracy]
         first = [name for name in ("raw", FDC.name) if name in names]
         return [name for name in dict.fromkeys(first + names) if name != "oracle"]
 
@@ -165,7 +166,7 @@ def load(
         except InputError as error:
             skipped[folder] = str(error)
             continue
-        first = opened.setdefault((_experiment(run.results), run.results["seed"]), run)
+        first = opened.setdefault((_experiment(run.results), run.results.seed), run)
         if first is not run:
             skipped[folder] = (
                 f"same benchmark, learner, seed and settings as {first.folder}, except settings "
@@ -195,13 +196,13 @@ def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
 def group(runs: Sequence[Any]) -> list[Group]:
     """Groups opened runs that differ in the seed alone, in the order of `load`."""
     members: dict[str, list[Any]] = {}
-    for run in sorted(runs, key=lambda run: run.results["seed"]):
+    for run in sorted(runs, key=lambda run: run.results.seed):
         members.setdefault(_experiment(run.results), []).append(run)
     groups = []
     for alike in members.values():
         first = alike[0].results
-        names = first["benchmark"], first["learner"]
-        seeds = pd.Index([run.results["seed"] for run in alike], name="seed")
+        names = first.benchmark, first.learner
+        seeds = pd.Index([run.results.seed for run in alike], name="seed")
         numbers = pd.DataFrame([_numbers(run) for run in alike], index=seeds)
         groups.append(Group(*names, ", ".join(deviations(*names, settings(first))), alike, numbers))
     return sorted((_distinguished(group, groups) for group in groups), key=_order)
@@ -215,9 +216,9 @@ def _numbers(run: Any) -> dict[str, float]:
     return quantities.measured(run.results, untrained, run.read_latency())
 
 
-def _experiment(results: dict[str, Any]) -> str:
+def _experiment(results: Results) -> str:
     """Returns benchmark, learner and settings as text, the same for the runs of a group."""
-    return json.dumps([results["benchmark"], results["learner"], settings(results)], sort_keys=True)
+    return json.dumps([results.benchmark, results.learner, settings(results)], sort_keys=True)
 
 
 def _order(group: Group) -> tuple[Any, ...]:
@@ -258,19 +259,19 @@ def analyse(group: Group, sweep: analysis.Sweep | None = None) -> None:
         for name, result in results.items():
             group.analyses.setdefault(name, []).append(result)
         for name, number in numbers.items():
-            group.numbers.loc[run.results["seed"], name] = number
+            group.numbers.loc[run.results.seed, name] = number
     group.missing.extend(missing)
 
 
 def write_summary(group: Group) -> None:
     """Writes `results.json` of all seeds beside the folders of the seeds, if all share a parent."""
     folders = {run.folder.absolute().parent for run in group.runs}
-    standard = all(run.folder.name == f"seed_{run.results['seed']}" for run in group.runs)
+    standard = all(run.folder.name == f"seed_{run.results.seed}" for run in group.runs)
     if not standard or len(folders) > 1 or len(group.runs) < 2:
         return
     fields = ("benchmark", "learner", "class_order_seed", "num_tasks", "num_classes", "versions")
-    summary = {name: group.results.get(name) for name in fields}
-    summary["config"] = group.results["config"] | {"seed": group.seeds}
+    summary = {name: getattr(group.results, name) for name in fields}
+    summary["config"] = group.results.config | {"seed": group.seeds}
     summary |= {"seeds": group.seeds, "settings": group.title}
     summary["numbers"] = {
         name: group.record(name, paper.find(group.benchmark, group.learner, name))
@@ -283,24 +284,29 @@ def write_summary(group: Group) -> None:
 # Settings ----------------------------------------------------------------------------------------
 
 
-def settings(results: dict[str, Any]) -> dict[str, Any]:
+def settings(results: Results) -> dict[str, Any]:
     """Returns all settings that change numbers of a `results.json`, except its seed, by field.
 
     An absent field has the paper's value.
     """
-    benchmark, learner = results["benchmark"], results["learner"]
+    benchmark, learner = results.benchmark, results.learner
     prefix, options = learners.section(learner), learners.default_options(learner, benchmark)
     values = _EXPECTED | {f"learner.{prefix}.{name}": value for name, value in options.items()}
     # Fields of earlier versions are left out, since they have no effect.
     values |= {
         field: value
-        for field, value in results["config"].items()
+        for field, value in results.config.items()
         if field in COMPARED or field.startswith(f"learner.{prefix}.")
     }
-    encoder, data = (results.get(section) or {} for section in ("encoder", "data"))
-    values |= {f"encoder.{name}": encoder.get(name) for name in ("sha256", "weights")}
-    values |= {f"data.{name}": data.get(name) for name in ("train_sha256", "test_sha256")}
-    values |= {name: results.get(name) for name in ("split", "num_train_images", "num_test_images")}
+    values |= {
+        "encoder.sha256": results.encoder and results.encoder.sha256,
+        "encoder.weights": results.encoder and results.encoder.weights,
+        "data.train_sha256": results.data.train_sha256,
+        "data.test_sha256": results.data.test_sha256,
+        "split": results.split,
+        "num_train_images": results.num_train_images,
+        "num_test_images": results.num_test_images,
+    }
     return dict(sorted(values.items()))
 
 

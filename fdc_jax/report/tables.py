@@ -223,10 +223,10 @@ def _by_task(group: Group, method: str) -> pd.Series:
     """
     seeds = []
     for run in group.runs:
-        points = [(point.get("task_accuracy") or {}) for point in run.results["curve"]]
-        after = pd.DataFrame([dict(enumerate(point.get(method) or [], 1)) for point in points])
+        points = [point.task_accuracy for point in run.results.curve]
+        after = pd.DataFrame([dict(enumerate(of.get(method, []), 1)) for of in points])
         final = after.astype(float).iloc[-1]
-        if len(after) == run.results["num_tasks"] > 1:
+        if len(after) == run.results.num_tasks > 1:
             final["Forgetting"] = (after[:-1].max() - final)[:-1].mean()
         seeds.append(final)
     return pd.concat(seeds, axis=1).mean(axis=1, skipna=False)

@@ -21,6 +21,7 @@ from fdc_jax.model import vit
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
+from fdc_jax.run.records import Record, Results
 from fdc_jax.run.setup import Setup
 
 _TIMED_SECONDS = 3.0  # duration of the timed training steps, which follow a step that compiles
@@ -77,13 +78,13 @@ def passes(fields: Mapping[str, Any], size: Size) -> float:
     return (epochs + 1) * size.train + 0.5 * size.test * sum(evaluated) / size.tasks
 
 
-def seconds_per_pass(results: Mapping[str, Any]) -> float | None:
+def seconds_per_pass(results: Results) -> float | None:
     """Returns the seconds of a pass of a finished run; None if its times are unknown."""
-    if (timing := results["timing"]) is None:
+    if results.timing is None or results.num_train_images is None:
         return None
-    seconds = sum(jax.tree.leaves([timing.get(f"{part}_seconds") for part in _PARTS]))
-    counts = (results[f"num_{name}"] for name in ("train_images", "test_images", "tasks"))
-    return seconds / passes(results["config"], Size(*counts))
+    parts = [getattr(results.timing, f"{part}_seconds") for part in _PARTS]
+    size = Size(results.num_train_images, results.num_test_images, results.num_tasks)
+    return sum(jax.tree.leaves(parts)) / passes(results.config, size)
 
 
 def disk(config: Config, size: Size, state_bytes: int, width: int) -> int:
@@ -147,12 +148,12 @@ def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
     return (time.perf_counter() - clock) / steps / images
 
 
-def seconds_after(setup: Setup, records: Sequence[Mapping[str, Any]], tasks_done: int = 0) -> float:
+def seconds_after(setup: Setup, records: Sequence[Record], tasks_done: int = 0) -> float:
     """Returns the approximate seconds of the remaining tasks, from records of a frozen encoder."""
     batch = setup.config.evaluation.batch_size
     seconds = min(  # per image, padding included; the first task compiles
-        record["timing"]["adapted_extraction_seconds"]
-        / (-(-len(setup.tasks.train_indices[record["task"]]) // batch) * batch)
+        (record.timing.adapted_extraction_seconds or 0.0)
+        / (-(-len(setup.tasks.train_indices[record.task]) // batch) * batch)
         for record in records
     )
     images = [*map(len, setup.tasks.train_indices)]

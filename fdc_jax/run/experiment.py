@@ -13,6 +13,7 @@ from fdc_jax.errors import StopRequest
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.run import records
 from fdc_jax.run import setup as setups
 from fdc_jax.run.images import RunImages
 from fdc_jax.run.progress import Progress, StepLog
@@ -76,11 +77,11 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
         store.event("statistics", task=task, **timing)
         if setup.evaluated[task]:
             record = evaluate(work, task, encoder, heads, calibrators)  # lines 14 to 20
-            timing["processor_seconds"] = time.process_time() - cpu_start
-            record["timing"] |= work.log.timing | timing
-            record["peak_memory"] = {"training": work.log.peak_memory} | memory
+            timing |= work.log.timing | {"processor_seconds": time.process_time() - cpu_start}
+            record.timing = structs.replace(record.timing, **timing)
+            record.peak_memory = records.Memory(training=work.log.peak_memory, **memory)
             store.record(record)
-            work.progress.line(evaluation.describe(record, num_tasks))
+            work.progress.line(evaluation.describe(record, task, num_tasks))
     for calibrator in calibrators.values():
         calibrator.replace_heads(setups.heads(learner, state, num_tasks))
         calibrator.finalize(release=True)
@@ -203,7 +204,7 @@ def fit(
 
 def evaluate(
     work: Work, task: int, encoder: Any, heads: list[Any], calibrators: dict[str, Any]
-) -> dict[str, Any]:
+) -> records.Record:
     """Returns the accuracies after a task (lines 14 to 20); saves predictions after the last."""
     tasks = work.setup.tasks
     seen = tasks.test_tasks <= task
@@ -226,16 +227,20 @@ def evaluate(
         earlier={n: 100 * float(np.mean(s.task < true_tasks)) for n, s in scores.items()},
         later={n: 100 * float(np.mean(s.task > true_tasks)) for n, s in scores.items()},
     )
-    extraction = {"images": len(labels), "seconds": adapted.seconds}
-    return {
-        "task": task,
-        "test_images": len(labels),
-        "labels": {name: evaluation.pack(s.label) for name, s in scores.items()},
-        **evaluation.measure(scores, labels, true_tasks, confidences),
-        "unlike_learned": unlike,
-        "components": {n: evaluation.accuracy(labels, s.label) for n, s in components.items()},
-        "timing": {f"test_extraction_{n}": value for n, value in extraction.items()} | seconds,
-    }
+    measures = evaluation.measure(scores, labels, true_tasks, confidences)
+    return records.Record(
+        task=task,
+        test_images=len(labels),
+        labels={name: evaluation.pack(s.label) for name, s in scores.items()},
+        **structs.asdict(measures),
+        unlike_learned=unlike,
+        components={n: evaluation.accuracy(labels, s.label) for n, s in components.items()},
+        timing=records.TaskTiming(
+            test_extraction_images=len(labels),
+            test_extraction_seconds=adapted.seconds,
+            score_seconds=seconds,
+        ),
+    )
 
 
 def score(
@@ -243,7 +248,7 @@ def score(
     heads: list[Any],
     adapted: Float[np.ndarray, "n d"],
     pretrained: Float[np.ndarray, "n e"] | None,
-) -> tuple[dict[str, Scores], dict[str, Scores], dict[str, Seconds]]:
+) -> tuple[dict[str, Scores], dict[str, Scores], Seconds]:
     """Returns the scores of every calibrator, scores of components, and seconds by calibrator."""
     scores, components, seconds = {}, {}, {}
     for name, calibrator in calibrators.items():
@@ -255,4 +260,4 @@ def score(
         else:
             scores[name] = calibrator.score(adapted, pretrained)
         seconds[name] = time.perf_counter() - clock
-    return scores, components, {"score_seconds": seconds}
+    return scores, components, seconds

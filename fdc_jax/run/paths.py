@@ -1,16 +1,15 @@
 """Paths of the files in the work directory of one seed, and the reading of its JSON."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fdc_jax.data.task_stream import Known
-from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
 from fdc_jax.machine.files import named_path, read_json
-from fdc_jax.run import configuration, schema
-from fdc_jax.run.schema import CLASSES, PLANNED
+from fdc_jax.run import configuration, records
+from fdc_jax.run.records import CLASSES, PLANNED
 
 
 class RunPaths:
@@ -51,15 +50,11 @@ class RunPaths:
         Keys are fields of the configuration, see `configuration.completed`, and names with a space,
         which have checksums and the known classes.
         """
-
-        def complete(saved: dict[str, Any]) -> dict[str, Any]:
-            if saved.get(CLASSES) and len(saved[CLASSES]) != sum(saved[PLANNED]):
-                raise InputError(f"{PLANNED}: expected {len(saved[CLASSES])} classes in all")
+        with records.remedied(self.config_file, "put it back, or choose another --workdir"):
+            saved = read_json(self.config_file)
+            records.check(saved, records.SavedConfig)
             extra = {name: value for name, value in saved.items() if " " in name}
             return configuration.completed(saved) | extra
-
-        remedy = "put it back, or choose another --workdir"
-        return _read(self.config_file, schema.Config, remedy, complete)
 
     def differing(self, fields: Mapping[str, Any]) -> str:
         """Returns the fields whose values differ in the run of the folder, as text, or "".
@@ -70,39 +65,27 @@ class RunPaths:
         fixed = {name: value for name, value in fields.items() if name not in configuration.TASKS}
         return ", ".join(configuration.differences(saved, fixed).values())
 
-    def read_results(self) -> dict[str, Any] | None:
+    def read_results(self) -> records.Results | None:
         """Returns the content of `results.json`, or None before it is written."""
-
-        def check(results: dict[str, Any]) -> dict[str, Any]:
-            schema.check_results(results)
-            configuration.completed({"benchmark": results["benchmark"], **results["config"]})
-            return results
-
         remedy = "remove it, and the run writes it again"
-        path = self.results_file
-        return _read(path, schema.Results, remedy, check) if path.exists() else None
+        if not self.results_file.exists():
+            return None
+        results = records.read(self.results_file, records.Results, remedy)
+        with records.remedied(self.results_file, remedy):
+            configuration.completed({"benchmark": results.benchmark, **results.config})
+        return results
 
-    def read_records(self) -> list[dict[str, Any]]:
+    def read_records(self) -> list[records.Record]:
         """Returns the evaluations after each task so far."""
         remedy = "remove it, and its accuracies are measured again"
         paths = map(self.record_file, self.recorded_tasks())
-        return [_read(path, schema.Record, remedy) for path in paths]
+        return [records.read(path, records.Record, remedy) for path in paths]
 
-    def read_latency(self) -> dict[str, Any]:
+    def read_latency(self) -> records.Latency:
         """Returns the content of `latency.json`, empty if there is none."""
         path = self.folder / "latency.json"
-        return _read(path, schema.Latency, "remove it") if path.exists() else {}
-
-
-def _read(
-    path: Path, kind: Any, remedy: str, complete: Callable[[Any], Any] = lambda value: value
-) -> Any:
-    """Returns the content of a JSON file of a kind, completed."""
-    try:
-        return complete(schema.check(read_json(path), kind))
-    except InputError as error:
-        text = str(error) if str(path) in str(error) else f"{path}: {error}"
-        raise InputError(f"{text}; {remedy}") from error
+        kind = records.Latency
+        return records.read(path, kind, "remove it") if path.exists() else kind()
 
 
 def known_of(saved: dict[str, Any]) -> Known:

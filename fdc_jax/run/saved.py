@@ -32,7 +32,7 @@ from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
 from fdc_jax.run.paths import RunPaths, known_of
-from fdc_jax.run.schema import PLANNED
+from fdc_jax.run.records import PLANNED
 from fdc_jax.run.setup import Encoders
 
 
@@ -145,14 +145,15 @@ class Run(RunPaths):
     def num_tasks(self) -> int:
         """Number of tasks of the stream."""
         if self.results:
-            return self.results["num_tasks"]
+            return self.results.num_tasks
         return self.config["num_tasks"] or len(self._planned)
 
     @property
     def class_names(self) -> list[str]:
         """Names of the classes by class-order position."""
-        names = (self.results or {}).get("class_names")
-        return list(self._known.classes)[: sum(self._known.sizes)] if names is None else names
+        if self.results and self.results.class_names is not None:
+            return self.results.class_names
+        return list(self._known.classes)[: sum(self._known.sizes)]
 
     @functools.cached_property
     @jax.enable_x64(False)
@@ -266,11 +267,12 @@ class Run(RunPaths):
         expected = [{*range(*ends)} for ends in itertools.pairwise(starts)]
         if [{*labels.tolist()} for labels in loaded.classes] != expected:
             raise InputError(f"{path}: is of another run: other classes or tasks")
-        architecture = ((self.results or {}).get("encoder") or {}).get("architecture") or {}
-        if {*loaded.widths} - {architecture.get("width", loaded.widths[0])}:
+        encoder = self.results.encoder if self.results else None
+        width = encoder.width if encoder and encoder.width else loaded.widths[0]
+        if any(of_view != width for of_view in loaded.widths):
             raise InputError(
-                f"{path}: is of another run: expected features of width "
-                f"{architecture['width']}, found {loaded.widths}"
+                f"{path}: is of another run: expected features of width {width}, found "
+                f"{loaded.widths}"
             )
         return loaded
 
@@ -298,11 +300,12 @@ class Run(RunPaths):
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:
         """Columns of `predictions.npz`, a row per test image, checked."""
-        columns, results = read_npz(self.predictions_file), self.results or {}
+        columns, results = read_npz(self.predictions_file), self.results
         if missing := sorted({"label", "task"} - columns.keys()):
             raise InputError(f"{self.predictions_file}: expected column {missing[0]}, found none")
-        limits = {"task": self.num_tasks, "label": results.get("num_classes", sum(self._planned))}
-        rows = results.get("num_test_images", columns["label"].size)
+        classes = results.num_classes if results else sum(self._planned)
+        rows = results.num_test_images if results else columns["label"].size
+        limits = {"task": self.num_tasks, "label": classes}
         for name, column in columns.items():
             limit = limits.get(name.rpartition("_")[2])
             integers = column.dtype.kind in "iu" and column.shape == (rows,)

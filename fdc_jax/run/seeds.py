@@ -4,9 +4,9 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
+import msgspec
 
 from fdc_jax import errors
 from fdc_jax.errors import InputError, StopRequest, counted, stop_on_signals
@@ -20,6 +20,7 @@ from fdc_jax.run.config import Config
 from fdc_jax.run.images import RunImages
 from fdc_jax.run.paths import RunPaths, known_classes
 from fdc_jax.run.progress import Progress, StepLog
+from fdc_jax.run.records import Record, Results
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
 
@@ -28,7 +29,7 @@ _SLOW_SECONDS = 600.0  # training time from which on a run prints how to shorten
 
 def run(
     config: Config, workdir: str, quiet: bool = False, stop: StopRequest | None = None
-) -> list[dict[str, Any]]:
+) -> list[Results]:
     """Runs or resumes every seed of a configuration, and returns their results.
 
     Raises:
@@ -87,9 +88,7 @@ def folders_of(config: Config, workdir: str) -> dict[int, Path]:
     return {seed: folder / f"seed_{seed}" if several else folder for seed in config.seed}
 
 
-def run_seed(
-    setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
-) -> dict[str, Any]:
+def run_seed(setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool) -> Results:
     """Returns the results of a seed, after training or resuming it if it is not finished."""
     store = Store(folder, setup, seed)
     if (finished := store.finished()) is not None:
@@ -110,8 +109,8 @@ def run_seed(
         images = RunImages(setup, seed, stop.poll)
         work = experiment.Work(setup, seed, store, checkpoints, images, log, progress, stop)
         calibrators = experiment.run(work, point)
-    records = processes.on_first(store.read_records)()
-    collected = results.collect(setup, seed, calibrators, records)
+    saved = processes.on_first(lambda: msgspec.to_builtins(store.read_records()))()
+    collected = results.collect(setup, seed, calibrators, msgspec.convert(saved, list[Record]))
     store.finish(calibrators, collected)
     return collected
 
@@ -129,7 +128,7 @@ def _answer_untrained(
     outcome = run_seed(untrained, seed, paths.folder, stop, quiet=True)
     if quiet:
         return
-    accuracy = outcome["accuracy"][untrained.config.calibrators]
+    accuracy = outcome.accuracy[untrained.config.calibrators]
     seconds = estimate.seconds_after(setup, paths.read_records(), trained_tasks)
     training = "the rest of the training" if trained_tasks else "training on top"
     text = f"without training: {accuracy:.1f} %; {training} takes about "

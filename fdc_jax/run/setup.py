@@ -24,7 +24,7 @@ from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.devices import Mesh
 from fdc_jax.machine.files import check_writable_folder, named_path, private_folder, user_cache
 from fdc_jax.model import vit, weights
-from fdc_jax.run import configuration, schema
+from fdc_jax.run import configuration, records
 from fdc_jax.run.config import Config
 
 
@@ -331,7 +331,7 @@ def checkpoints(
         return tree
 
     def target(cursor: dict[str, Any]) -> dict[str, Any]:
-        schema.check(cursor, schema.Cursor)
+        records.check(cursor, records.Cursor)
         if cursor["tasks_done"] + bool(cursor["step"]) > len(cursor["classes_per_task"]):
             raise InputError("tasks_done: expected no more than the tasks")
         return template(cursor, cursor["classes_per_task"])

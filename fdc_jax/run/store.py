@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Set
 from typing import Any
 
+import msgspec
 import numpy as np
 from jaxtyping import Float
 
@@ -25,7 +26,7 @@ from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.loggers import Loggers
 from fdc_jax.run.paths import RunPaths, known_of
-from fdc_jax.run.schema import CLASSES, PLANNED
+from fdc_jax.run.records import CLASSES, PLANNED, Record, Results
 from fdc_jax.run.setup import Setup
 
 _log = logging.getLogger(__name__)
@@ -111,11 +112,11 @@ class Store(RunPaths):
 
     # Reading --------------------------------------------------------------------------------------
 
-    @processes.on_first
-    def finished(self) -> dict[str, Any] | None:
+    def finished(self) -> Results | None:
         """Returns the results of a run that has learned all of its tasks, or else None."""
-        results = self.read_results()
-        return results if results and results["num_tasks"] >= len(self._tasks.tasks) else None
+        saved = processes.on_first(lambda: msgspec.to_builtins(self.read_results()))()
+        results = msgspec.convert(saved, Results | None)
+        return results if results and results.num_tasks >= len(self._tasks.tasks) else None
 
     @processes.on_first
     def has_fitted(self, num_tasks: int) -> bool:
@@ -196,10 +197,10 @@ class Store(RunPaths):
             (self.features_folder / f"train_previous_{task}.npy").unlink(missing_ok=True)
 
     @processes.on_first
-    def record(self, record: dict[str, Any]) -> None:
+    def record(self, record: Record) -> None:
         """Writes the evaluation after a task."""
-        write_json(self.record_file(record["task"]), record)
-        self.event("evaluation", **record)
+        write_json(self.record_file(record.task), record)
+        self.event("evaluation", **msgspec.to_builtins(record))
 
     @processes.on_first
     def keep_test(self, views: tuple[Any, Any], columns: dict[str, Any], heads: list[Any]) -> None:
@@ -211,7 +212,7 @@ class Store(RunPaths):
             feature_files.write_test(self.features_folder, *views, columns["label"])
 
     @processes.on_first
-    def finish(self, calibrators: Mapping[str, Any], results: dict[str, Any]) -> None:
+    def finish(self, calibrators: Mapping[str, Any], results: Results) -> None:
         """Writes the calibrators of all tasks, and the results as the last file of a run."""
         for name, calibrator in calibrators.items():
             calibrator.save(self.calibrator_file(name))

@@ -10,7 +10,8 @@ from scipy import stats
 
 from fdc_jax.report import paper, runs
 from fdc_jax.report.runs import Group
-from fdc_jax.run.schema import PLANNED
+from fdc_jax.run import records
+from fdc_jax.run.records import PLANNED
 
 # What a run by the paper's protocol has in its configuration.
 PROTOCOL = {
@@ -86,7 +87,9 @@ def results(
         "num_train_images": sizes["train"],
         "num_test_images": sizes["test"],
         **point(9),
-        "average_incremental_accuracy": dict(zip(METHODS, accuracies.mean(axis=0), strict=True)),
+        "average_incremental_accuracy": dict(
+            zip(METHODS, accuracies.mean(axis=0).tolist(), strict=True)
+        ),
         "curve": curve,
         "notes": {"gaussians": "class Gaussians with drift compensation"},
         "storage_bytes": {"raw": 0, "fdc": 3 * 2**20, "gaussians": 6 * 2**20},
@@ -130,14 +133,14 @@ class MadeUpRun:
     """What `fdc_jax.open_run` returns, without files."""
 
     def __init__(self, folder: Path, results: dict[str, Any]):
-        self.folder, self.results = folder, results
+        self.folder, self.results = folder, records.check(results, records.Results)
         self.predictions_file = Path(__file__)  # one that is there
-        self.predictions = predictions(results["seed"], results["num_tasks"])
+        self.predictions = predictions(self.results.seed, self.results.num_tasks)
         self.class_names = ()
 
     def read_latency(self):
         """Of a run whose inference was not timed."""
-        return {}
+        return records.Latency()
 
 
 def run(
@@ -176,7 +179,7 @@ def analysed(*members: MadeUpRun) -> list[Group]:
 
 
 def _analyses(of: MadeUpRun) -> dict[str, Any]:
-    count, seed = of.results["num_tasks"], of.results["seed"]
+    count, seed = of.results.num_tasks, of.results.seed
     rng = np.random.default_rng([7, seed])
     tasks = np.arange(count)
     pairs = pd.MultiIndex.from_tuples([(s, t) for s in tasks for t in tasks if s != t])

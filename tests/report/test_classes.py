@@ -22,8 +22,8 @@ def group():
         "fdc_label": np.array([0, 3, 3, 1, 1, 3, 0, 5]),
         "oracle_label": np.array([0, 0, 0, 1, 1, 3, 3, 5]),
     }
-    run.results["accuracy"] = {"raw": 25.0, "fdc": 62.5, "oracle": 100.0}
-    run.class_names, run.results["num_classes"] = NAMES, len(NAMES)
+    run.results.accuracy = {"raw": 25.0, "fdc": 62.5, "oracle": 100.0}
+    run.class_names, run.results.num_classes = NAMES, len(NAMES)
     run.test_images = lambda rows: np.stack([np.full((8, 8, 3), 9 * row, np.uint8) for row in rows])
     return made_up.groups(run)[0]
 
@@ -73,7 +73,7 @@ def test_the_page_has_every_class_and_every_wrong_picture(monkeypatch):
 def test_images_unlike_anything_learned_are_the_least_typical(tmp_path):
     of = group()
     (run,) = of.runs
-    run.folder, run.results["accuracy"]["gaussians"] = tmp_path, 50.0
+    run.folder, run.results.accuracy["gaussians"] = tmp_path, 50.0
     (tmp_path / "features").mkdir()
     np.save(tmp_path / "features" / "test_adapted.npy", np.zeros((8, 2)))
     typicality = np.array([0.5, 0.04, 0.9, 0.01, 0.5, 0.5, 0.5, 0.5])
@@ -88,7 +88,7 @@ def test_features_alone_have_no_pictures_and_seeds_are_summed():
     text = page.render_classes(of, classes.with_pictures(classes.load(of), of))
     assert "Wrong pictures" in text and 'class="choose"' in text and "counted over" not in text
     of.runs.append(of.runs[0])
-    del of.runs[0].results["encoder"]
+    of.runs[0].results.encoder = None
     found = classes.load(of)
     assert [pair[:3] for pair in found.pairs] == [(0, 3, 4), (3, 0, 2)]
     text = page.render_classes(of, found)

@@ -26,12 +26,12 @@ def test_one_seed_has_a_row_per_calibrator(capsys):
     assert heading == "digits, SplitLoRA, seed 1: 3 tasks, 9 classes, 90 test images"
     assert list(rows) == ["Raw", "FDC", "FDC, the paper's choice", GAUSSIANS, "Task given"]
     of, (group,) = run.results, made_up.groups(run)
-    accuracy, gain = of["accuracy"]["gaussians"], group.gain("gaussians")
+    accuracy, gain = of.accuracy["gaussians"], group.gain("gaussians")
     assert rows[GAUSSIANS][0] == f"{accuracy:.2f}"
-    assert rows[GAUSSIANS][2] == f"{accuracy - of['accuracy']['raw']:+.2f}"
+    assert rows[GAUSSIANS][2] == f"{accuracy - of.accuracy['raw']:+.2f}"
     assert rows[GAUSSIANS][3] == f"{gain.low:+.2f} to {gain.high:+.2f}"
-    assert rows[GAUSSIANS][4] == f"{of['routing_accuracy']['gaussians']:.2f}"
-    assert rows["FDC, the paper's choice"][0] == f"{of['components']['pac+rlc_adapted_view']:.2f}"
+    assert rows[GAUSSIANS][4] == f"{of.routing_accuracy['gaussians']:.2f}"
+    assert rows["FDC, the paper's choice"][0] == f"{of.components['pac+rlc_adapted_view']:.2f}"
     assert rows["Task given"][0] == "95.00"
     assert rest == [
         f"Best calibrator of the run: {GAUSSIANS}.",
@@ -56,24 +56,24 @@ def test_notes_are_means_over_seeds(capsys):
     members = made_up.run(1, "digits"), made_up.run(2, "digits")
     for run, share in zip(members, (10.0, 14.0), strict=True):
         error = {"gaussians": share / 10}
-        run.results |= {"unlike_learned": share, "calibration_error": error}
+        run.results.unlike_learned, run.results.calibration_error = share, error
     _, _, rest = shown(capsys, *members)
     assert any(line.startswith("12.0 % of the test images are flagged") for line in rest)
     sentence = "Stated confidence and accuracy of class Gaussians differ by 1.2 points on average"
     assert f"{sentence}." in rest
     for run, chance in zip(members, (0.4, 0.6), strict=True):
-        run.results["chance_calibration_error"] = {"gaussians": chance}
+        run.results.chance_calibration_error = {"gaussians": chance}
     assert f"{sentence}; chance alone would cause 0.5." in shown(capsys, *members)[2]
 
 
 def test_raw_logits_may_be_the_best(capsys):
     run = made_up.run(1, "digits")
-    run.results["accuracy"]["raw"] = 96.0
+    run.results.accuracy["raw"] = 96.0
     (group,) = made_up.groups(run)
     assert group.best == "raw"
     _, _, rest = shown(capsys, run)
     assert rest[0] == "No calibrator of the run is as accurate as the raw logits."
-    run.results["accuracy"]["gaussians"] = 96.0
+    run.results.accuracy["gaussians"] = 96.0
     assert made_up.groups(run)[0].best == "gaussians"
 
 
@@ -135,7 +135,7 @@ def test_the_verdict_is_the_paired_interval_against_the_best_of_no_training(
 
 def test_no_verdict_without_predictions_of_both_methods():
     run = made_up.run(1, benchmark="digits")
-    run.results["accuracy"]["ncm-pretrained"] = 50.0
+    run.results.accuracy["ncm-pretrained"] = 50.0
     (group,) = made_up.groups(run)
     assert group.untrained == "ncm-pretrained" and console.verdict(group) == ""
 

@@ -73,7 +73,7 @@ def test_accuracies_stand_where_they_belong(protocol, drawn):
 def test_four_matrices_stand_two_by_two():
     run = made_up.run(1)
     run.predictions["ncm_task"] = run.predictions["fdc_task"]
-    run.results["accuracy"]["ncm"] = 50.0
+    run.results.accuracy["ncm"] = 50.0
     panels = figures.task_confusion(made_up.groups(run)[0]).axes[:4]
     rows = [axes.get_subplotspec().rowspan.start for axes in panels]
     assert rows == [0, 0, 1, 1]
@@ -86,7 +86,7 @@ def test_the_curve_is_the_mean_with_one_standard_deviation(protocol, drawn):
     (group,), (axes,) = protocol, drawn["accuracy_curve"].figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("Tasks learned", "Accuracy (%)")
     for index, name in enumerate((*made_up.METHODS, "oracle")):
-        values = [[p["accuracy"][name] for p in run.results["curve"]] for run in group.runs]
+        values = [[p.accuracy[name] for p in run.results.curve] for run in group.runs]
         check_band(axes, name, over_seeds(values), index)
         assert list(the_line(axes, name).get_xdata()) == [1, 2, 3, 4]
 
@@ -95,7 +95,7 @@ def test_a_curve_needs_two_evaluated_tasks_and_one_seed_has_no_band():
     run = made_up.run(1)
     (group,) = made_up.groups(run)
     assert not figures.accuracy_curve(group).axes[0].collections
-    del run.results["curve"][:-1]
+    del run.results.curve[:-1]
     assert figures.accuracy_curve(group) is None
 
 

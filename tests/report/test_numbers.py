@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +15,8 @@ def group(*columns, **changed):
     """A group with a seed for each set of predictions."""
     members = [made_up.run(seed, "digits", num_tasks=3) for seed, _ in enumerate(columns, 1)]
     for run, of in zip(members, columns, strict=True):
-        run.predictions, run.results = of, run.results | changed
+        run.predictions = of
+        run.results = msgspec.structs.replace(run.results, **changed)
     return made_up.groups(*members)[0]
 
 
@@ -48,10 +50,10 @@ MATRIX = [[90.0], [95.0, 80.0], [60.0, 50.0, 70.0]]
 
 def recorded(rows=MATRIX):
     """A curve with the accuracy on every task after each task, the same for all methods."""
-    point = made_up.results("digits")["curve"][0]
+    point = made_up.run(1, "digits").results.curve[0]
     names = (*made_up.METHODS, "oracle")
     return [
-        point | {"task": task, "task_accuracy": dict.fromkeys(names, row)}
+        msgspec.structs.replace(point, task=task, task_accuracy=dict.fromkeys(names, row))
         for task, row in enumerate(rows)
     ]
 
@@ -75,7 +77,7 @@ def test_the_curve_has_the_tasks_that_were_evaluated():
     made = group(by_hand(), by_hand())
     found = figures.curve(made)
     assert found.shape == (6, 4)
-    expected = made.results["curve"][2]["accuracy"]["gaussians"]
+    expected = made.results.curve[2].accuracy["gaussians"]
     assert found.loc[(1, 3), "gaussians"] == expected
     few = figures.curve(group(by_hand(), curve=recorded()[1:]))
     assert [task for _, task in few.index] == [2, 3]
@@ -83,18 +85,19 @@ def test_the_curve_has_the_tasks_that_were_evaluated():
 
 
 def test_without_the_pretrained_view_the_adapted_view_is_all_there_is():
-    of = made_up.results(learner="splitlora")
-    for name in [name for name in of["components"] if name.endswith("_view")]:
-        del of["components"][name]
+    of = made_up.run(learner="splitlora").results
+    for name in [name for name in of.components if name.endswith("_view")]:
+        del of.components[name]
     found = quantities.measured(of)
-    assert found["selected"] == of["components"]["pac+rlc"]
-    assert found["adapted_view"] == of["components"]["full"]
+    assert found["selected"] == of.components["pac+rlc"]
+    assert found["adapted_view"] == of.components["full"]
     assert "pac+rlc_pretrained_view" not in found
 
 
 def test_a_run_without_fdc_has_its_other_calibrators():
     of = made_up.results(accuracy={"raw": 50.0, "ncm": 60.0, "oracle": 90.0}, components={})
     of["average_incremental_accuracy"] = {"raw": None}
-    found = quantities.measured(of)
+    run = made_up.MadeUpRun(Path(), of)
+    found = quantities.measured(run.results)
     assert (found["gain:ncm"], "gain:fdc" in found, "aia:raw" in found) == (10.0, False, False)
-    assert made_up.groups(made_up.MadeUpRun(Path(), of))[0].methods == ["raw", "ncm"]
+    assert made_up.groups(run)[0].methods == ["raw", "ncm"]

@@ -133,7 +133,7 @@ def test_links_lead_somewhere(text, read):
 def test_a_single_run_comes_first_with_its_number(single):
     assert single.texts("h1") == ["Cumulative-LoRA with class Gaussians on Digits"]
     assert single.texts("h2") == ["Result", "Tables", "Provenance"]
-    results = made_up.run(1, benchmark="digits").results["accuracy"]
+    results = made_up.run(1, benchmark="digits").results.accuracy
     assert results["gaussians"] > results["fdc"]
     assert f"{results['gaussians']:.1f} %" in single.texts("span")
     share = made_up.groups(made_up.run(1, benchmark="digits"))[0].gain("gaussians", None)
@@ -154,17 +154,17 @@ def test_photographs_are_introduced_without_heads_and_logits():
     for benchmark in ("digits", "cub200"):
         assert "heads compete" in lead(made_up.run(1, benchmark=benchmark))
     features = made_up.run(1, benchmark="seed1+seed2")
-    del features.results["encoder"]
+    features.results.encoder = None
     assert "heads compete" in lead(features)
-    for point in (features.results, *features.results["curve"]):
+    for point in (features.results, *features.results.curve):
         for name in ("raw", "oracle"):
-            del point["accuracy"][name]
+            del point.accuracy[name]
     assert "there are no heads" in lead(features)
 
 
 def test_features_alone_have_no_pictures():
     run = made_up.run(1, benchmark="seed1")
-    del run.results["encoder"]
+    run.results.encoder = None
     built = tables.build(made_up.groups(run))
     text = rendered([run], built, kinds=(), found=[Pictures(missing="no images here")])
     words = text[text.index("<body>") :].lower()
@@ -194,9 +194,9 @@ def test_calibrators_tasks_and_pictures(single):
     )
     assert single.texts("h3").count("Calibrators side by side") == 1
     for section in ("accuracy", "routing_accuracy", "average_incremental_accuracy"):
-        assert {f"{results[section][name]:.2f}" for name in made_up.METHODS} < set(cells)
+        assert {f"{getattr(results, section)[name]:.2f}" for name in made_up.METHODS} < set(cells)
     assert any("Class Gaussians with drift compensation." in each for each in single.texts("p"))
-    last = results["curve"][-1]["task_accuracy"]
+    last = results.curve[-1].task_accuracy
     assert {f"{values[0]:.1f}" for values in last.values()} < set(cells)
     assert "Forgetting" in single.texts("th") and "2.0" in cells  # losing one point a task
     headings = single.texts("h4")

@@ -21,7 +21,6 @@ class Run:
 
     def __init__(self, folder, calibrator, predictions):
         self.folder, self.fitted, self.predictions = folder, calibrator, predictions
-        self.results = {"encoder": {}}
         self.predictions_file, self.refuse = Path(__file__), False  # one that is there
 
     def calibrator(self, name="fdc"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax.report import paper, runs
-from fdc_jax.run import configuration
+from fdc_jax.run import configuration, records
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -33,7 +33,7 @@ def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
     assert group.title == ""
     assert group.name == "Cumulative-LoRA, CIFAR-100"
     for name in ("raw", "gaussians"):
-        assert group.values(name) == [run.results["accuracy"][name] for run in group.runs]
+        assert group.values(name) == [run.results.accuracy[name] for run in group.runs]
     assert group.methods == ["raw", "fdc", "gaussians"] and group.values("ncm") == []
 
 
@@ -110,7 +110,8 @@ def test_the_settings_of_a_benchmark_follow_the_protocol(benchmark):
     config = configuration.flatten(configuration.load(benchmark))
     if benchmark == "digits":  # The paper has none, so only the method's settings are compared.
         config["fdc.attenuation"] = 0.25
-    found = runs.settings(results(benchmark=benchmark, learner="loda", config=config))
+    made = results(benchmark=benchmark, learner="loda", config=config)
+    found = runs.settings(records.check(made, records.Results))
     expected = ["attenuation 0.25"] if benchmark == "digits" else []
     assert runs.deviations(benchmark, "loda", found) == expected
     found["learner.loda.margin"] += 1

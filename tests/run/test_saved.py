@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import msgspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -22,7 +23,7 @@ def test_a_finished_run_is_opened_without_a_change(whole, cache):
     before = contents(whole)
     run = fdc_jax.open_run(whole)
     assert (run.num_tasks, run.config["train.rank"]) == (2, 10)
-    assert run.results == results(whole)
+    assert json.loads(msgspec.json.encode(run.results)) == results(whole)
     assert sorted(run.class_names) == [str(digit) for digit in range(10)]
     rows = np.array([3, 0, 58])
     images = run.test_images(rows)
@@ -54,7 +55,7 @@ def test_a_finished_run_is_opened_without_a_change(whole, cache):
 def test_a_stopped_run_is_opened_as_far_as_it_went(half):
     run = fdc_jax.open_run(half)
     assert (run.results, run.num_tasks, len(run.heads())) == (None, 2, 1)
-    assert [record["task"] for record in run.read_records()] == [0]
+    assert [record.task for record in run.read_records()] == [0]
     assert run.calibrator("fdc").num_tasks == 1
     run.encoder(1)
     with pytest.raises(InputError, match="expected E_0 to E_1, found E_2"):

@@ -12,7 +12,7 @@ import pytest
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_json, write_json
 from fdc_jax.run.paths import RunPaths, known_classes
-from fdc_jax.run.schema import CLASSES, PLANNED
+from fdc_jax.run.records import CLASSES, PLANNED
 from fdc_jax.run.store import Store
 from tests import small_runs
 from tests.small_runs import config, contents, results

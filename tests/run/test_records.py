@@ -1,0 +1,80 @@
+"""The JSON files of a run: values that contradict each other or that no measurement gives."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+
+from fdc_jax import evaluation
+from fdc_jax.errors import InputError
+from fdc_jax.run import records
+
+COMPONENTS = {"raw": 1.0, "full": 2.0, "pac+rlc": 3.0}
+POINTS = [{"task": task, "accuracy": {"raw": 100.0005}} for task in (0, 1)]
+RESULTS = {
+    **dict(benchmark="a", learner="b", seed=2**32 - 1, num_tasks=2, num_classes=2),
+    **dict(accuracy={"raw": 0.0}, components=COMPONENTS, class_names=["x", "y"]),
+    **dict(curve=POINTS, config={}, num_test_images=3),
+}
+WRONG = {
+    "curve: expected tasks below 1": {"num_tasks": 1},
+    "curve: expected tasks below 2": {"curve": POINTS[::-1]},
+    "accuracy: expected raw": {"accuracy": {}},
+    "accuracy: expected raw among": {"accuracy": {"fdc": 1.0, "oracle": 2.0}},
+    "accuracy: expected raw among the": {"curve": [POINTS[0], {"task": 1, "accuracy": {}}]},
+    "components: expected raw": {"components": {"raw": 1.0, "full": 2.0}},
+    "class_names: expected 2, found 1": {"class_names": ["x"]},
+    "<= 100.001 - at `\\$.accuracy": {"accuracy": {"raw": 100.01}},
+    ">= 0.0 - at `\\$.accuracy": {"accuracy": {"raw": -0.01}},
+    "< 4294967296.0? - at `\\$.seed|<= 4294967295 - at `\\$.seed": {"seed": 2**32},
+    "matching regex .* - at `\\$.class_names": {"class_names": ["a\u202e", "b"]},
+    "length >= 1 - at `\\$.curve": {"curve": []},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_impossible_results_are_refused(message):
+    records.check(RESULTS, records.Results)
+    with pytest.raises(InputError, match=message):
+        records.check(RESULTS | WRONG[message], records.Results)
+
+
+def test_records_hold_the_labels_of_many_images(whole):
+    """OmniBenchmark has 5,983 test images and 300 classes; larger sets have more."""
+    record = json.loads((whole / "tasks" / "task_000.json").read_text())
+    labels = evaluation.pack(np.random.default_rng(0).integers(300, size=50_000))
+    record["labels"] = dict.fromkeys(record["labels"], labels)
+    assert records.check(record, records.Record).labels == record["labels"]
+    record["labels"]["fdc"] = "\x1b[31m"
+    with pytest.raises(InputError, match="labels"):
+        records.check(record, records.Record)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("results.json", records.Results), ("tasks/task_001.json", records.Record)]
+)
+def test_files_are_unchanged_by_reading_and_writing(whole, name, kind):
+    saved = json.loads((whole / name).read_text())
+    read = records.read(whole / name, kind, "")
+    assert json.loads(msgspec.json.encode(read)) == saved
+
+
+def test_tasks_without_test_images_have_no_accuracy():
+    point = {"task": 1, "accuracy": {"raw": 50.0}, "task_accuracy": {"raw": [None, 50.0]}}
+    read = records.check(RESULTS | {"curve": [point]}, records.Results)
+    assert read.curve[0].task_accuracy["raw"] == [None, 50.0]
+
+
+def test_fields_of_later_versions_are_ignored(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS | {"of a later version": 1}))
+    read = records.read(tmp_path / "results.json", records.Results, "")
+    assert (read.unlike_learned, read.timing, read.notes) == (None, None, {})
+
+
+def test_errors_name_file_field_and_remedy(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(RESULTS | {"seed": "1"}))
+    with pytest.raises(InputError) as error:
+        records.read(path, records.Results, "remove it")
+    assert str(error.value) == f"{path}: Expected `int`, got `str` - at `$.seed`; remove it"
