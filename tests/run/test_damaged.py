@@ -112,7 +112,7 @@ def test_a_field_of_the_configuration_is_no_object(run):
     saved = json.loads((run / "config.json").read_text())
     for value in ({}, {"a": 1}):
         (run / "config.json").write_text(json.dumps(saved | {"classes_per_task": value}))
-        assert "config.json: config.classes_per_task: expected a value, found an o" in outcome(run)
+        assert "config.json: config.classes_per_task: expected a whole number" in outcome(run)
 
 
 def test_a_record_with_an_impossible_value_is_named(run):
