@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,9 +208,11 @@ def measure(runs: Sequence[Run], stop: StopRequest) -> Machines:
 def _in_new_process(function: Callable[..., Any], *arguments: Any, stop: StopRequest) -> Any:
     """Returns the result of a function that runs in a new process, killed if a stop is requested.
 
-    The process frees the memory of its devices when it ends. Ctrl-C does not reach the process.
+    The process frees the memory of its devices when it ends. Ctrl-C does not reach the process,
+    which ends with this one, whatever ends it.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=_end_with_parent) as pool:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             future = pool.submit(function, *arguments)
@@ -220,6 +223,18 @@ def _in_new_process(function: Callable[..., Any], *arguments: Any, stop: StopReq
                 for process in multiprocessing.active_children():
                     process.kill()
         return future.result()
+
+
+def _end_with_parent() -> None:
+    """Starts a thread that ends this process when the process that started it has ended."""
+
+    def wait_for_end() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
 def needs(runs: Sequence[Run], machines: Machines) -> list[tuple[float, float]]:

@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +164,26 @@ def test_lines_that_a_run_writes_while_it_stops_are_shown_once(tmp_path, monkeyp
     with pytest.raises(Interrupted):
         paper.attempt(run, stop, quiet=False)
     assert capsys.readouterr().err.count("seed 1, after task 1/2: raw 1.00\n") == 1
+
+
+def children(pid):
+    """Returns the processes that a process has started, by id, with their command lines."""
+    try:
+        pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
+    except FileNotFoundError:
+        return {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_processes_that_measure_end_with_their_parent(tmp_path, cache):
+    """Their end is that of the pipe, which they share with the command that was killed."""
+    process = start(tmp_path, cache, "--dry_run")
+    while not any("spawn_main" in command for command in children(process.pid).values()):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=120)
 
 
 @pytest.mark.ci
