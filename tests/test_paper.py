@@ -105,7 +105,10 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
         (["--config.seed=1", "--config.seed=2"], "--config.seed is given twice"),
         (["--data=nowhere"], "--data: expected a folder, found nowhere"),
         (["--seeds=one"], "--seeds: expected whole numbers such as 1,2,3, found one"),
-        (["--config.train.epoch=3"], "--config.train.epoch: no such field; did you mean train.epochs"),
+        (
+            ["--config.train.epoch=3"],
+            "--config.train.epoch: no such field; did you mean train.epochs",
+        ),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
         (["--workdirs=x"], "unrecognized arguments: --workdirs=x; did you mean --workdir"),
     ],

@@ -11,10 +11,9 @@ import os
 import pkgutil
 import sys
 import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -91,16 +90,9 @@ def _import(name: str, field: str) -> type[Learner]:
     if section(name) in (*names(), "name", "preset"):
         raise InputError(f"{field} expected a file with a name of its own, found {section(name)}")
     try:
-        hints = typing.get_type_hints(learner, include_extras=True)
-        options = {name for name in hints if typing.get_origin(hints[name]) is Annotated}
-        known = structs.asdict(msgspec.convert({}, learner.options()))
+        msgspec.convert({}, learner.options())
     except (TypeError, msgspec.ValidationError) as error:
-        raise InputError(f"{field} options of {learner.__name__}: {line(error)}") from error
-    if options - known.keys():
-        raise InputError(
-            f"{field} {learner.__name__} has options and so must be decorated with "
-            "@dataclasses.dataclass(frozen=True)"
-        )
+        raise InputError(f"{field} {line(error)}") from error
     return learner
 
 
@@ -154,34 +146,14 @@ def section(name: str) -> str:
 
 def default_options(name: str, benchmark: str) -> dict[str, Value]:
     """Returns the defaults of a learner's options on a benchmark, by option."""
-    return _defaults(_imported(name), benchmark)
+    return structs.asdict(_imported(name).options(benchmark)())
 
 
-def _defaults(learner: type[Learner], benchmark: str) -> dict[str, Value]:
-    values = {}
-    for option in structs.fields(learner.options()):
-        values[option.name] = option.default
-        for meta in getattr(option.type, "__metadata__", ()):
-            on = (meta.extra or {}).get("on", {})
-            values[option.name] = on.get(benchmark, values[option.name])
-    return values
-
-
-def option_types(learner: type[Learner]) -> dict[str, type[msgspec.Struct]]:
+def option_types(learner: type[Learner], benchmark: str) -> dict[str, type[msgspec.Struct]]:
     """Returns the types of the options of the package's learners and of `learner`, by section."""
-    types = {other.section(): other.options() for other in (*_packaged().values(), learner)}
+    classes = (*_packaged().values(), learner)
+    types = {other.section(): other.options(benchmark) for other in classes}
     return {name: kind for name, kind in types.items() if kind.__struct_fields__}
-
-
-def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Value]]:
-    """Returns the defaults of all options on a benchmark, by learner and option.
-
-    Raises:
-        InputError: the learner `outside` the package does not exist.
-    """
-    classes = [*_packaged().values(), find(outside)] if outside else _packaged().values()
-    values = {learner.section(): _defaults(learner, benchmark) for learner in classes}
-    return {name: options for name, options in values.items() if options}
 
 
 def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:

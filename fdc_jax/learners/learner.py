@@ -18,7 +18,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -111,15 +111,27 @@ class Learner:
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
-    def options(cls) -> type[msgspec.Struct]:
-        """Returns the type of the learner's options, with their ranges and defaults."""
+    def options(cls, benchmark: str = "") -> type[msgspec.Struct]:
+        """Returns the type of the learner's options, with their defaults on a benchmark.
+
+        Raises:
+            TypeError: the class has options and is not decorated.
+        """
         hints = typing.get_type_hints(cls, include_extras=True)
-        fields = [
-            (field.name, hints[field.name], field.default)
-            for field in dataclasses.fields(cls)
-            if field.name != "setup"
-        ]
-        return msgspec.defstruct(cls.section(), fields, frozen=True, forbid_unknown_fields=True)
+        fields = dataclasses.fields(cls)[1:]  # without `setup`
+        annotated = {name for name in hints if typing.get_origin(hints[name]) is Annotated}
+        if annotated - {field.name for field in fields}:
+            raise TypeError(
+                f"{cls.__name__} has options and so must be decorated with "
+                "@dataclasses.dataclass(frozen=True)"
+            )
+        options = []
+        for field in fields:
+            default = field.default
+            for meta in getattr(hints[field.name], "__metadata__", ()):
+                default = (meta.extra or {}).get("on", {}).get(benchmark, default)
+            options.append((field.name, hints[field.name], default))
+        return msgspec.defstruct(cls.section(), options, frozen=True, forbid_unknown_fields=True)
 
     # 1. The state between tasks.
     def initial_state(self) -> Any:

@@ -7,7 +7,7 @@ import msgspec
 from ml_collections import config_dict
 
 from fdc_jax import learners
-from fdc_jax.run.config import Config
+from fdc_jax.run.config import type_for
 
 
 def get_config(
@@ -20,10 +20,10 @@ def get_config(
     Raises:
         InputError: there is no such learner.
     """
-    config: Any = ml_collections.ConfigDict(msgspec.to_builtins(Config()))
+    kind = type_for(learners.find(learner), benchmark)
+    config: Any = ml_collections.ConfigDict(msgspec.to_builtins(kind()))
     config.benchmark, config.learner.name = benchmark, learner
     # A number, or a list of numbers.
     config.classes_per_task = config_dict.FieldReference(0, field_type=object)
-    config.learner.update(learners.defaults(benchmark, learner))
     config.lock()
     return config

@@ -4,14 +4,16 @@ Defaults are the paper's, and our choices where it has none (docs/choices.md). F
 errors, `config.json` and the comparison of two configurations follow from these types.
 """
 
+import functools
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
 
-from fdc_jax import calibration
+from fdc_jax import calibration, learners
 from fdc_jax.errors import InputError, did_you_mean
+from fdc_jax.machine.conversion import convert
 from fdc_jax.run import loggers
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -109,7 +111,7 @@ class Data(Section, frozen=True):
 
 
 class Learner(Section, frozen=True):
-    """The learner; `configuration.typed` adds a section for the options of each learner."""
+    """The learner; `type_for` adds a section for the options of each learner."""
 
     name: Annotated[str, Meta(description="see the README, or the module of your own")] = (
         "cumulative_lora"
@@ -260,6 +262,29 @@ class Config(Section, frozen=True):
         methods = [calibration.METHODS.get(name) for name in others]
         has_raw = any(method is not None and method.has_components for method in methods)
         return others if has_raw else ("raw", *others)
+
+
+@functools.cache
+def type_for(learner: type[learners.Learner], benchmark: str) -> type[Config]:
+    """Returns the type of settings with the options of a learner and of the package's learners."""
+    sections = learners.option_types(learner, benchmark)
+    options = [(name, section, section()) for name, section in sections.items()]
+    chosen = msgspec.defstruct("Learner", options, bases=(Learner,))
+    fields = [("learner", chosen, chosen())]
+    # Pickled as plain values, for other processes.
+    pickled = {"__reduce__": lambda config: (of_values, (msgspec.to_builtins(config),))}
+    kind = msgspec.defstruct("Config", fields, bases=(Config,), namespace=pickled)
+    return cast(type[Config], kind)
+
+
+def of_values(values: dict[str, Any]) -> Config:
+    """Returns settings from plain values by section; those that are missing have their defaults.
+
+    Raises:
+        InputError: a value is not allowed, or there is no such learner.
+    """
+    learner = learners.find(values["learner"]["name"])
+    return convert(values, type_for(learner, values["benchmark"]), "config.")
 
 
 def fields(kind: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str, type]]:

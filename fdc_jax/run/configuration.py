@@ -1,11 +1,10 @@
 """Configurations: reading, checks, and the comparison of two of them."""
 
-import functools
 import json
 import runpy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import ml_collections
 import msgspec
@@ -17,17 +16,17 @@ from fdc_jax.data import sources
 from fdc_jax.errors import InputError, line, nearest, place
 from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.files import named_path, open_regular
-from fdc_jax.run import base
 from fdc_jax.run.config import (
     GROUP,
     HOST,
     RESUME,
     STREAM,
     Config,
-    Learner,
     description,
     fields,
     marked,
+    of_values,
+    type_for,
 )
 
 _PACKAGE = Path(__file__).parents[1]
@@ -87,32 +86,12 @@ def typed(config: ml_collections.ConfigDict) -> Config:
     values = json.loads(config.to_json(), parse_constant=str)
     values["benchmark"] = sources.name_of(values["benchmark"], values["data"]["source"])
     values["class_order"] = _class_names(values["class_order"])
-    return _typed(values)
+    return of_values(values)
 
 
 def of_fields(flat: Fields) -> Config:
     """Returns the settings of a saved run from its values by field; raises InputError."""
-    return _typed(traverse_util.unflatten_dict(flat, sep="."))
-
-
-def _typed(values: Fields) -> Config:
-    """Returns typed settings with the options of the learner, whose module is imported."""
-    learner = values["learner"]
-    options = learners.defaults(values["benchmark"], learner["name"])
-    kind = _type(learners.find(learner["name"]))
-    return convert({**values, "learner": {**options, **learner}}, kind, "config.")
-
-
-@functools.cache
-def _type(learner: type[learners.Learner]) -> type[Config]:
-    """Returns the type of configurations with options of a learner and of the package's."""
-    options = [(name, kind, kind()) for name, kind in learners.option_types(learner).items()]
-    chosen = msgspec.defstruct("Learner", options, bases=(Learner,))
-    # Pickled as plain values, for other processes.
-    pickled = {"__reduce__": lambda config: (_typed, (msgspec.to_builtins(config),))}
-    fields = [("learner", chosen, chosen())]
-    kind = msgspec.defstruct("Config", fields, bases=(Config,), namespace=pickled)
-    return cast(type[Config], kind)
+    return of_values(traverse_util.unflatten_dict(flat, sep="."))
 
 
 def changed(config: Config, **sections: Fields) -> Config:
@@ -124,7 +103,7 @@ def changed(config: Config, **sections: Fields) -> Config:
 def describe(config: ml_collections.ConfigDict) -> list[str]:
     """Returns a line for every field, with its flag, value and description."""
     values, lines = flatten(config), []
-    for name, annotation in fields(_type(learners.find(values["learner.name"]))):
+    for name, annotation in fields(type_for(learners.find(values["learner.name"]), "")):
         value = values.get(name, "")
         text = ",".join(map(str, value)) if isinstance(value, list) else value
         lines.append(f"  --config.{name}={text}  # {description(annotation)}")
@@ -149,17 +128,21 @@ def completed(saved: Fields) -> Fields:
     Fields that tell of a machine have their defaults, too: whoever wrote the folder may not choose
     what this process reads elsewhere. Nothing is read or imported; a bad value is an InputError.
     """
-    benchmark = convert(saved["benchmark"], str, "config.benchmark")
-    flat = flatten(base.get_config(sources.name_of(benchmark, "")))
-    known = flat.keys() - OF_A_HOST
-    flat |= {name: saved[name] for name in saved if name in known and saved[name] is not None}
-    values = traverse_util.unflatten_dict(flat, sep=".")
+    benchmark = sources.name_of(convert(saved["benchmark"], str, "config.benchmark"), "")
+    kind = type_for(learners.Learner, benchmark)
+    known = {name for name, _ in fields(kind)}
+    flat = {
+        name: value
+        for name, value in saved.items()
+        if name in known - OF_A_HOST and value is not None
+    }
+    config = convert(traverse_util.unflatten_dict(flat, sep="."), kind, "config.")
     others = {  # options of a learner outside the package
         name: value
         for name, value in saved.items()
-        if name.startswith("learner.") and name not in flat and isinstance(value, learners.Value)
+        if name.startswith("learner.") and name not in known and isinstance(value, learners.Value)
     }
-    return flatten(convert(values, _type(learners.Learner), "config.")) | others
+    return flatten(config) | others
 
 
 def _class_names(order: Sequence[object]) -> list[str]:
@@ -183,7 +166,7 @@ def _class_names(order: Sequence[object]) -> list[str]:
     return names
 
 
-def differences(saved: Fields, new: Fields) -> dict[str, str]:
+def differences(saved: Mapping[str, object], new: Mapping[str, object]) -> dict[str, str]:
     """Returns phrases such as "train.rank was 10, is 3" by field of `new`, if results differ."""
     return {
         field: f"other {field.removesuffix(' sha256')}"
