@@ -13,12 +13,14 @@ heartbeat. The same command on all hosts resumes the run.
 """
 
 import contextlib
-import faulthandler
+import errno
 import functools
 import json
 import logging
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -26,8 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fdc_jax.errors import Ending, InputError, Interrupted, TrainingError, line
+from fdc_jax.errors import Ending, InputError, Interrupted, TrainingError, counted, line
 
+_log = logging.getLogger(__name__)
+# Seconds that a process waits for the others at the start, and from when on it says so.
+JOINING_SECONDS = 300
+SILENT_SECONDS = 10
 # Seconds that an ending process waits for the others.
 LEAVING_SECONDS = 30
 # Batches between two looks at whether any process was asked to stop.
@@ -46,24 +52,46 @@ def start(where: str | None) -> None:
     and the number of processes.
 
     Raises:
-        InputError: the text has another form, or there are no processes to join.
+        InputError: the text has another form, the port is in use, there is no job, or the other
+            processes do not join in time.
     """
     if where is None:
         return
     arguments: Any = ()
-    failed = "JAX found no job here; give HOST:PORT,0/2"
+    failed, others = "JAX found no job here; give HOST:PORT,0/2", "the other processes"
     if where != "auto":
         match = re.fullmatch(r"(.+):(\d+),(\d+)/(\d+)", where)
-        if match is None or int(match[3]) >= int(match[4]):
+        if match is None or int(match[3]) >= int(match[4]) or int(match[2]) >= 2**16:
             raise InputError(f"--distributed: expected HOST:PORT,0/2 or auto, found {where}")
-        number, processes = int(match[3]), int(match[4])
-        arguments, failed = (f"{match[1]}:{match[2]}", processes, number), "cannot join the others"
+        address, number, processes = f"{match[1]}:{match[2]}", int(match[3]), int(match[4])
+        arguments, failed = (address, processes, number), "cannot join the others"
+        others = f"process 0 at {address}" if number else counted(processes - 1, "other process")
+        if number == 0:
+            _check_port(where, int(match[2]))
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
     jax.config.update("jax_enable_preemption_service", False)
+    # In a thread, since JAX blocks signals while it waits, and aborts at its own limit.
+    limit = {"initialization_timeout": 2 * JOINING_SECONDS}
+    joining = ThreadPoolExecutor(1).submit(jax.distributed.initialize, *arguments, **limit)
+    if not wait([joining], SILENT_SECONDS).done:
+        _log.warning("waits for %s, at most %d seconds", others, JOINING_SECONDS)
     try:
-        jax.distributed.initialize(*arguments)
+        joining.result(JOINING_SECONDS)
+    except TimeoutError as error:
+        text = f"no answer from {others} within {JOINING_SECONDS} seconds"
+        raise InputError(f"--distributed={where}: {text}") from error
     except (RuntimeError, ValueError) as error:
         raise InputError(f"--distributed={where}: {failed} ({line(error)})") from error
+
+
+def _check_port(where: str, port: int) -> None:
+    """Raises InputError if a port is in use, where JAX may crash."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            text = f"port {port} is in use, perhaps by an earlier process that has not ended"
+            raise InputError(f"--distributed={where}: {text}") from error
 
 
 @contextlib.contextmanager
@@ -72,12 +100,15 @@ def joined(where: str | None, ending: Ending) -> Iterator[None]:
 
     If all processes fail, process 0 reports the error; a process that fails alone ends at once.
     """
-    start(where)
+    try:
+        start(where)
+    except InputError:
+        ending.at_once = True  # JAX may wait on.
+        raise
     number = index()
     if count() == 1:
         yield
         return
-    faulthandler.disable()  # JAX itself reports a process that it ends
     if number:
         logging.getLogger("fdc_jax").setLevel(logging.ERROR)
     try:

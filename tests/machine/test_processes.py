@@ -1,5 +1,11 @@
 """How processes are asked for; runs of several are in test_several_processes.py."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +14,7 @@ import pytest
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 from fdc_jax.machine import devices, processes
+from tests import small_runs
 
 
 @pytest.mark.parametrize("where", ["host", "host:1", "host,0/2", "host:1,2/2", "host:1,a/2"])
@@ -15,6 +22,66 @@ def test_what_is_no_place_among_processes(where, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
     with pytest.raises(InputError, match=f"expected HOST:PORT,0/2 or auto, found {where}$"):
         processes.start(where)
+
+
+@pytest.fixture
+def listener():
+    """A socket that listens on a port of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def test_a_port_in_use_is_refused_before_jax_gets_it(listener, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
+    port = listener.getsockname()[1]
+    with pytest.raises(InputError, match=f"^--distributed=.*: port {port} is in use, perhaps by"):
+        processes.start(f"127.0.0.1:{port},0/2")
+
+
+# Joins with short limits, as a process of `fdc run`.
+JOINS = """
+import sys
+from fdc_jax.__main__ import load
+run = load("run")
+from fdc_jax.machine import processes
+processes.SILENT_SECONDS, processes.JOINING_SECONDS = 0.5, int(sys.argv.pop(1))
+sys.exit(run())
+"""
+
+
+def start_joining(seconds, port, number, tmp_path):
+    join = f"--distributed=127.0.0.1:{port},{number}/2"
+    words = [sys.executable, "-c", JOINS, seconds, "--config=digits", join]
+    environment = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
+    pipes = dict(stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*map(str, words)], cwd=tmp_path, env=environment, **pipes)
+
+
+@pytest.fixture
+def free_port(listener):
+    """A port on which nothing listens."""
+    port = listener.getsockname()[1]
+    listener.close()
+    return port
+
+
+@pytest.mark.parametrize(("number", "others"), [(0, "1 other process, "), (1, "process 0 at 12")])
+def test_processes_that_do_not_join_are_named(number, others, free_port, tmp_path):
+    process = start_joining(1, free_port, number, tmp_path)
+    _, errors = process.communicate()
+    waits, ends = errors.splitlines()
+    assert waits.startswith(f"fdc_jax.run: WARNING: waits for {others}")
+    assert "no answer from " in ends and ends.endswith(" within 1 seconds")
+    assert process.returncode == 2
+
+
+def test_a_signal_ends_a_process_that_waits_for_others(free_port, tmp_path):
+    process = start_joining(600, free_port, 1, tmp_path)
+    assert "waits for process 0 at " in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert errors == "fdc_jax.run: stopped by SIGTERM; the same command resumes\n"
+    assert process.returncode == 75
 
 
 def test_where_jax_finds_no_job_it_says_so(monkeypatch):
