@@ -56,9 +56,9 @@ def main() -> None:
         width = max(map(len, PROGRAMS))
         print("\n".join(f"  {name:<{width}}  {text}" for name, text in PROGRAMS.items()))
     else:
-        from fdc_jax.errors import did_you_mean
+        from fdc_jax.errors import did_you_mean, displayed
 
-        print(f"fdc: {did_you_mean('NAME', name, PROGRAMS)}", file=sys.stderr)
+        print(displayed(f"fdc: {did_you_mean('NAME', name, PROGRAMS)}"), file=sys.stderr)
         sys.exit(2)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # loads JAX
 
 TITLE = "fdc_jax.run"
 FLAGS = flags.FLAGS
+_LONGEST_NAME = 200  # characters of a flag
 
 
 class _Parser(flags.ArgumentParser):
@@ -101,6 +102,9 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
     try:
         argv = [*argv[:1], *values.read_flags_from_files(argv[1:])]
         errors.refuse_repeated(argv)
+        for word in argv:
+            if len(word.partition("=")[0]) > _LONGEST_NAME and word.startswith("-"):
+                raise InputError(f"{word}: no such flag")  # absl would compare it by recursion
         _define_config(values, argv)
         rest = values(argv)
     except InputError:

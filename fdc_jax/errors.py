@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Self
 # Characters that no name may have: they move the cursor of a terminal, end a line, reverse the
 # direction of writing, or cannot be encoded.
 CONTROL = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_LONG_WORD = re.compile(r"\S{400,}")
 
 
 class InputError(ValueError):
@@ -119,6 +120,11 @@ def place(error: BaseException, module: str) -> str:
     return text
 
 
+def displayed(text: str) -> str:
+    """Returns a text for a terminal: control characters are escaped, and long words are cut."""
+    return _LONG_WORD.sub(lambda match: f"{match[0][:200]}...{match[0][-20:]}", escaped(text))
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns "; did you mean X?", or "" if no known word is close."""
     near = difflib.get_close_matches(word, list(known), 1)
@@ -144,7 +150,7 @@ def plain_warnings(title: str, quiet: bool = False) -> Iterator[None]:
     handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
 
     def write(record: logging.LogRecord) -> None:
-        if (message := escaped(record.getMessage())) not in messages:
+        if (message := displayed(record.getMessage())) not in messages:
             messages.add(message)
             print(f"{title}: {record.levelname}: {message}", file=sys.stderr, flush=True)
 
@@ -217,7 +223,7 @@ class Ending:
             if self._show_traceback or not known:
                 traceback.print_exception(error)
             if text and not self.silent:
-                print(f"{self.title}: {escaped(text)}", file=sys.stderr, flush=True)
+                print(f"{self.title}: {displayed(text)}", file=sys.stderr, flush=True)
             # Python would try again to write the buffer of a closed or full stream.
             if isinstance(error, OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -245,6 +245,34 @@ def test_what_is_no_name(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         said("posthic")
     assert "found 'posthic'; did you mean posthoc?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        said("x\x1b" * 2500)
+    assert len(capsys.readouterr().err) < 500
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("posthoc", "{}.npz"),
+        ("posthoc", "example", "--method={}"),
+        ("predict", "{}", "x.png"),
+        ("export", "nowhere", "x", "--weights={}"),
+        ("report", "{}"),
+        ("run", "--config={}"),
+        ("run", "--config=digits", "--config.learner.name={}"),
+        ("run", "--config=digits", "--{}=1"),
+        ("paper", "--seeds={}"),
+    ],
+    ids=" ".join,
+)
+def test_long_values_are_cut_in_errors(words, tmp_path):
+    script = "from fdc_jax.__main__ import main; main()"
+    words = [word.format("x" * 5000) for word in words]
+    command = [sys.executable, "-c", script, *words]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"fdc_jax.{words[0]}: ") and len(line) < 1500
 
 
 @pytest.mark.parametrize(

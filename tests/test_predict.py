@@ -274,6 +274,17 @@ def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, t
     assert shares[0] < shares[-1] and shares == sorted(shares)  # the worst first
 
 
+def test_control_characters_of_names_are_escaped(whole, files, tmp_path, capsys):
+    folder, page, output = tmp_path / "new", tmp_path / "page.html", tmp_path / "out.csv"
+    folder.mkdir()
+    shutil.copy(files[0], folder / "a\x1b[31m\u202eb.png")
+    (folder / "c\x1b[2J.png").write_text("no image")
+    predict.main([str(whole), str(folder), f"--output={output}", f"--html={page}"])
+    for text in (page.read_text(), output.read_text(), *capsys.readouterr()):
+        assert "a\\x1b[31m\\u202eb.png" in text or "c\\x1b[2J.png" in text
+        assert not re.search("[\x00-\x08\x0b-\x1f\u202e]", text)
+
+
 # The command -------------------------------------------------------------------------------------
 
 

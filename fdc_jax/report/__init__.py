@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fdc_jax.errors import InputError, counted
+from fdc_jax.errors import InputError, counted, displayed
 from fdc_jax.machine.files import check_writable_folder, named_path, user_cache, write_text
 
 
@@ -51,7 +51,7 @@ def write(
 
     def say(text: str) -> None:
         if not quiet:
-            print(f"fdc_jax.report: {text}", file=sys.stderr, flush=True)
+            print(f"fdc_jax.report: {displayed(text)}", file=sys.stderr, flush=True)
 
     folder, hidden = named_path("--output", output), quiet or not sys.stderr.isatty()
     check_writable_folder("--output", folder)

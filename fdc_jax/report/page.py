@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from fdc_jax import learners
 from fdc_jax.calibration import METHODS
-from fdc_jax.errors import counted
+from fdc_jax.errors import counted, escaped
 from fdc_jax.report import console, figures, formatting, paper, pictures, runs, tables
 from fdc_jax.report.classes import Classes
 from fdc_jax.report.figures import Drawing
@@ -99,7 +99,8 @@ def render_predictions(benchmark: str, method: str, **material: Any) -> str:
 def _fill(template: str, **material: Any) -> str:
     style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
     page = _templates().get_template(f"{template}.html.jinja")
-    return page.render(stylesheet=style, **material)
+    lines = page.render(stylesheet=style, **material).split("\n")
+    return "\n".join(map(escaped, lines))  # names of files may have any character
 
 
 @functools.cache
