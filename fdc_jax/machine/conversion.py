@@ -17,6 +17,7 @@ NOUNS = {
     "object": "an object",
     "str": "text",
 }
+_NAME = re.compile(r"[^.\[\]]+")
 _NOUN = re.compile(rf"\b({'|'.join(NOUNS)})\b")
 
 
@@ -40,15 +41,20 @@ def convert(value: object, kind: type[T], prefix: str = "") -> T:
 
 def _reason(reason: str, path: str, value: Any, kind: Any) -> str:
     """Returns a reason of msgspec in plain words, with the value at a path."""
-    for name in re.findall(r"[^.\[\]]+", path):
+    whole = path.removeprefix(".")
+    names = [whole] if isinstance(value, dict) and whole in value else re.findall(_NAME, path)
+    for name in names:
         kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
         try:
             value = value[int(name) if name.isdecimal() else name]
         except (LookupError, TypeError):  # Paths leave the keys of mappings out.
             break
+    if missing := re.fullmatch("Object missing required field (.*)", reason):
+        return f"expected a field {missing[1]}, found none"
     if unknown := re.fullmatch("Object contains unknown field (.*)", reason):
         return f"no field {unknown[1]}{nearest(unknown[1], typing.get_type_hints(kind))}"
     expected = reason.removeprefix("Expected ").partition(", got")[0].replace(" | ", " or ")
+    expected = re.sub(" matching regex .*", " of accepted characters", expected)
     if reason.startswith("Invalid enum value"):
         expected = " or ".join(typing.get_args(kind))
     expected = _NOUN.sub(lambda match: NOUNS[match[0]], expected)

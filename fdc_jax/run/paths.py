@@ -7,6 +7,7 @@ from typing import Any
 
 from fdc_jax.data.task_stream import Known
 from fdc_jax.machine import processes
+from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.files import named_path, read_json
 from fdc_jax.run import configuration, records
 from fdc_jax.run.records import CLASSES, PLANNED
@@ -52,7 +53,7 @@ class RunPaths:
         """
         with records.remedied(self.config_file, "put it back, or choose another --workdir"):
             saved = read_json(self.config_file)
-            records.check(saved, records.SavedConfig)
+            convert(saved, records.SavedConfig)
             extra = {name: value for name, value in saved.items() if " " in name}
             return configuration.completed(saved) | extra
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any, TypedDict, TypeVar
 import msgspec
 from msgspec import Meta
 
-from fdc_jax.errors import InputError, escaped
+from fdc_jax.errors import InputError
 from fdc_jax.evaluation import Accuracies, Count, Decomposition, Measures, Name, Percent
+from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.files import read_json
 
 Kind = TypeVar("Kind")
@@ -220,18 +221,10 @@ class Cursor(TypedDict):
     classes_per_task: Annotated[list[Positive], Meta(min_length=1)]
 
 
-def check(value: Any, kind: type[Kind]) -> Kind:
-    """Returns a JSON value as a type; raises InputError with the field that does not fit."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise InputError(escaped(str(error))[:300]) from error
-
-
 def read(path: Path, kind: type[Kind], remedy: str) -> Kind:
     """Returns the content of a JSON file; raises InputError with the field and a remedy."""
     with remedied(path, remedy):
-        return check(read_json(path), kind)
+        return convert(read_json(path), kind)
 
 
 @contextlib.contextmanager

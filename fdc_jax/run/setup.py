@@ -21,6 +21,7 @@ from fdc_jax.features.extraction import Extractor, FeatureCache
 from fdc_jax.learners import Learner, training
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.devices import Mesh
 from fdc_jax.machine.files import check_writable_folder, named_path, private_folder, user_cache
 from fdc_jax.model import vit, weights
@@ -331,7 +332,7 @@ def checkpoints(
         return tree
 
     def target(cursor: dict[str, Any]) -> dict[str, Any]:
-        records.check(cursor, records.Cursor)
+        convert(cursor, records.Cursor)
         if cursor["tasks_done"] + bool(cursor["step"]) > len(cursor["classes_per_task"]):
             raise InputError("tasks_done: expected no more than the tasks")
         return template(cursor, cursor["classes_per_task"])

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from fdc_jax.machine.conversion import convert
 from fdc_jax.report import paper, runs
 from fdc_jax.report.runs import Group
 from fdc_jax.run import records
@@ -133,7 +134,7 @@ class MadeUpRun:
     """What `fdc_jax.open_run` returns, without files."""
 
     def __init__(self, folder: Path, results: dict[str, Any]):
-        self.folder, self.results = folder, records.check(results, records.Results)
+        self.folder, self.results = folder, convert(results, records.Results)
         self.predictions_file = Path(__file__)  # one that is there
         self.predictions = predictions(self.results.seed, self.results.num_tasks)
         self.class_names = ()

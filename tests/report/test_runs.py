@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from fdc_jax.machine.conversion import convert
 from fdc_jax.report import paper, runs
 from fdc_jax.run import configuration, records
 from tests.report.made_up import predictions, results, write_run
@@ -54,7 +55,7 @@ def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(
     assert "unfinished" in why["unfinished"] and "1 task" in why["unfinished"]
     for name in ("absent", "empty", "file"):
         assert "expected the work directory of a run, found no config.json" in why[name]
-    assert "unreadable" in why["cut"] and "Expected `object`" in why["list"]
+    assert "unreadable" in why["cut"] and "expected an object" in why["list"]
     assert all("\n" not in reason for reason in why.values())
 
 
@@ -111,7 +112,7 @@ def test_the_settings_of_a_benchmark_follow_the_protocol(benchmark):
     if benchmark == "digits":  # The paper has none, so only the method's settings are compared.
         config["fdc.attenuation"] = 0.25
     made = results(benchmark=benchmark, learner="loda", config=config)
-    found = runs.settings(records.check(made, records.Results))
+    found = runs.settings(convert(made, records.Results))
     expected = ["attenuation 0.25"] if benchmark == "digits" else []
     assert runs.deviations(benchmark, "loda", found) == expected
     found["learner.loda.margin"] += 1
