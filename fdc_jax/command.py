@@ -60,7 +60,9 @@ def _define_config(values: flags.FlagValues, argv: list[str]) -> None:
         known = configuration.flatten(config)
         for field in re.findall(r"^--?(?:no)?config\.([\w.]+)", "\n".join(argv), re.MULTILINE):
             if field not in known:
-                raise InputError(f"--config.{field}: no such field{nearest(field, known)}")
+                section = [name for name in known if name.startswith(f"{field}.")]
+                near = nearest(field, section or known)
+                raise InputError(f"--config.{field}: no such field{near}")
         return config
 
     values["config"].parser = _Parser(load)

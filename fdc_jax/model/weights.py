@@ -106,7 +106,8 @@ def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Vari
         return layouts.describe(_read(path)[0], path, heads)
     if variant not in vit.VARIANTS:
         raise InputError(
-            f"config.encoder.variant: expected one of {', '.join(vit.VARIANTS)}, found {variant!r}"
+            f"config.encoder.variant: expected one of {', '.join(vit.VARIANTS)}, found "
+            f"{variant!r:.100}"
         )
     return variant, vit.VARIANTS[variant]
 

@@ -103,12 +103,6 @@ class Data(Section, frozen=True):
         ),
     ] = 4.0
 
-    def __post_init__(self):
-        if self.crop_scale[0] > self.crop_scale[1]:
-            raise InputError(
-                f"config.data.crop_scale: expected ascending shares, found {self.crop_scale}"
-            )
-
 
 class Learner(Section, frozen=True):
     """The learner; `type_for` adds a section for the options of each learner."""
@@ -241,6 +235,10 @@ class Config(Section, frozen=True):
     def __post_init__(self):
         if len({*self.seed}) < len(self.seed):
             raise InputError(f"config.seed: expected different numbers, found {self.seed}")
+        least, most = self.data.crop_scale
+        if least > most:
+            scale = self.data.crop_scale
+            raise InputError(f"config.data.crop_scale: expected ascending shares, found {scale}")
         if self.class_order and self.class_order_seed != -1:
             raise InputError(
                 "config.class_order_seed: expected -1 together with config.class_order, found "
@@ -287,28 +285,16 @@ def of_values(values: dict[str, Any]) -> Config:
     return convert(values, type_for(learner, values["benchmark"]), "config.")
 
 
-def fields(kind: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yields the name of every field, such as `train.rank`, and its annotation."""
+def fields(kind: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str, list[Meta]]]:
+    """Yields the name of every field, such as `train.rank`, with its ranges, marks and text."""
     for field in msgspec.structs.fields(kind):
         name = prefix + field.name
         if isinstance(field.type, type) and issubclass(field.type, Struct):
             yield from fields(field.type, f"{name}.")
         else:
-            yield name, field.type
-
-
-def metas(annotation: type) -> tuple[Meta, ...]:
-    """Returns ranges, description and marks of a field."""
-    return getattr(annotation, "__metadata__", ())
-
-
-def description(annotation: type) -> str:
-    """Returns the description of a field."""
-    return "".join(meta.description or "" for meta in metas(annotation))
+            yield name, [*getattr(field.type, "__metadata__", ())]
 
 
 def marked(*marks: Meta) -> frozenset[str]:
     """Returns the names of the fields that have one of some marks."""
-    return frozenset(
-        name for name, annotation in fields() if {*marks}.intersection(metas(annotation))
-    )
+    return frozenset(name for name, metas in fields() if any(mark in metas for mark in marks))

@@ -22,7 +22,6 @@ from fdc_jax.run.config import (
     RESUME,
     STREAM,
     Config,
-    description,
     fields,
     marked,
     of_values,
@@ -103,10 +102,11 @@ def changed(config: Config, **sections: Fields) -> Config:
 def describe(config: ml_collections.ConfigDict) -> list[str]:
     """Returns a line for every field, with its flag, value and description."""
     values, lines = flatten(config), []
-    for name, annotation in fields(type_for(learners.find(values["learner.name"]), "")):
+    for name, metas in fields(type_for(learners.find(values["learner.name"]), "")):
         value = values.get(name, "")
         text = ",".join(map(str, value)) if isinstance(value, list) else value
-        lines.append(f"  --config.{name}={text}  # {description(annotation)}")
+        description = "".join(meta.description or "" for meta in metas)
+        lines.append(f"  --config.{name}={text}  # {description}")
     return lines
 
 

@@ -24,7 +24,7 @@ COMMAND_LINE = {
     "--config=digits --config.train.epochs=x": "epochs: expected a whole number, found .x",
     "--config=digits --config.fdc.attenuation=x": "^--config.fdc.attenuation: expected a number, ",
     "--config=digits --config.report=maybe": "^--config.report: expected true or false, ",
-    "--config=digits --config.train=5": "^--config.train: no such field",
+    "--config=digits --config.train=5": "^--config.train: no such field; did you mean train.rank?",
     "--config=digits surplus": "unexpected argument surplus",
     "--config=digits --flagfile=/dev/zero": "--flagfile=/dev/zero: expected a regular file",
     "--config=digits -flagfile /dev/zero": "--flagfile=/dev/zero: expected a regular file",
