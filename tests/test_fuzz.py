@@ -33,7 +33,7 @@ from fdc_jax.machine import files
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.model import weights
 from fdc_jax.posthoc import command as posthoc
-from fdc_jax.run import setup as setups
+from fdc_jax.run import resume
 from tests import small_runs
 from tests.features.test_feature_files import example
 from tests.run.test_damaged import VALUES, use
@@ -153,10 +153,11 @@ def checkpoints(base, name):
     lines, log = [], logging.getLogger("fdc_jax.machine.checkpoint")
     log.filters = [lambda record: lines.append(record.getMessage())]
     kept = Checkpoints(base / "run/checkpoints", read_only=True)
-    usable = [*setups.checkpoints(encoders(base), kept, 1)]
+    point = resume.newest(encoders(base), 1, kept)
     if lines:  # of a checkpoint that is passed over
         raise InputError(lines[0])
-    return [[number, cursor, tree["state"]] for number, cursor, tree in usable]
+    scores = [score(calibrator) for calibrator in point.calibrators.values()]
+    return [point.cursor.task, point.cursor.phase, point.state, scores]
 
 
 def features(base, name):

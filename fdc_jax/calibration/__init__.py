@@ -6,9 +6,11 @@ reads a file of `Calibrator.save`.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fdc_jax import heads
 from fdc_jax.calibration import storage
@@ -88,13 +90,19 @@ def make(name: str, **settings: Any) -> Calibrator:
     return method.make(**{key: settings[key] for key in method.settings if key in settings})
 
 
-def load(path: str | os.PathLike[str]) -> Calibrator:
+def load(
+    path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray] | None = None
+) -> Calibrator:
     """Returns a calibrator that `save` wrote, as it was then; further tasks may follow.
+
+    Args:
+        path: the file.
+        arrays: the arrays of the file, if they were read already.
 
     Raises:
         InputError: the file is missing, damaged, or of another kind or version.
     """
-    stored = storage.read(path, TYPES)
+    stored = storage.read(path, TYPES, arrays)
     if not isinstance(stored, Calibrator):
         raise InputError(f"{path}: expected a calibrator, found {type(stored).__name__}")
     if vars(stored).keys() != vars(type(stored)()).keys():

@@ -35,14 +35,20 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
     write_npz(path, arrays | {"format": FORMAT, "tree": tree, "sha256": checksum(tree, arrays)})
 
 
-def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
+def read(
+    path: str | os.PathLike[str],
+    types: Mapping[str, type],
+    arrays: Mapping[str, np.ndarray] | None = None,
+) -> Any:
     """Returns the tree of a file, with tuples and objects of `types` by name; runs no code.
+
+    `arrays` are those of the file, if they were read already.
 
     Raises:
         InputError: the file is missing, damaged, or of another kind or version.
     """
     path = named_path("path", path)
-    arrays = read_npz(path, _check_kind)
+    arrays = read_npz(path, _check_kind) if arrays is None else dict(arrays)
     _, tree, digest = (str(arrays.pop(name, "")) for name in ("format", "tree", "sha256"))
     try:
         if digest == checksum(tree, arrays):

@@ -5,11 +5,12 @@ and sends it to the others: a checkpoint fits any number of devices and processe
 need not be shared between hosts.
 """
 
+import dataclasses
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,39 @@ class _Step(ocp.path.atomicity.AtomicRenameTemporaryPath):
         os.replace(self.get(), self.get_final())
 
 
+class _Files(ocp.CheckpointHandler):
+    """The files of a checkpoint, each by its name with the function that writes it."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        for name, write in args.files.items():
+            write(Path(directory, name))
+
+    def restore(self, directory: Any, args: Any) -> Path:
+        return Path(directory)
+
+
+@ocp.args.register_with_handler(_Files, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _FilesArgs(ocp.args.CheckpointArgs):
+    files: Mapping[str, Callable[[Path], None]]
+
+
 class Checkpoints:
-    """A folder of numbered checkpoints, each a pytree and a small JSON cursor; the newest are kept.
+    """A folder of numbered checkpoints, each whole or absent; the newest are kept.
 
     With `read_only` the folder must exist (else InputError), and damaged checkpoints stay in it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
-        self._folder, self._read_only = Path(folder).absolute(), read_only
+        self.folder, self._read_only = Path(folder).absolute(), read_only
         self._manager: Any = None
         self._open(keep)
 
     @processes.on_first
     def _open(self, keep: int) -> None:
-        if self._read_only and not self._folder.is_dir():
-            raise InputError(f"{self._folder}: expected a checkpoint of the run, found no folder")
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._read_only and not self.folder.is_dir():
+            raise InputError(f"{self.folder}: expected a checkpoint of the run, found no folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
         first_alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -66,116 +84,118 @@ class Checkpoints:
             temporary_path_class=_Step,
         )
         try:
-            self._manager = ocp.CheckpointManager(self._folder, options=options)
-        except Exception as error:  # Orbax raises many types for damaged files.
-            raise InputError(
-                f"{self._folder}: unreadable checkpoints ({_reason(error)})"
-            ) from error
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        except Exception as error:  # of many types
+            raise InputError(f"{self.folder}: unreadable checkpoints ({_reason(error)})") from error
 
-    def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
-        """Writes arrays and JSON values under a number that is larger than those before.
+    def save(
+        self,
+        number: int,
+        cursor: dict[str, Any],
+        tree: Any,
+        calibrators: Mapping[str, Callable[[Path], None]],
+    ) -> None:
+        """Writes a checkpoint, whole or not at all.
 
-        The checkpoint is whole or absent. Raises InputError if it cannot be written.
-        """
-        self._write(number, jax.tree.map(np.asarray, devices.to_host(tree)), cursor)
-
-    @processes.on_first
-    def _write(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
-        items = ocp.args.Composite(
-            tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(cursor)
-        )
-        try:
-            # Reserves the space once, since Orbax's errors on a full disk are hard to read.
-            size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-            with tempfile.TemporaryFile(dir=self._folder) as file:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, max(size, 1))
-            self._manager.save(number, args=items, force=True)
-            self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            text = f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
-            raise InputError(text) from error
-
-    def newest(
-        self, target: Callable[[dict[str, Any]], Any]
-    ) -> Iterator[tuple[int, dict[str, Any], Any]]:
-        """Yields number, cursor and tree of every usable checkpoint, newest first.
-
-        A checkpoint whose bytes are not those of its manifest is set aside, with a warning.
-        `target` maps a cursor to a tree of the wanted structure, shapes and types. If the tree has
-        a JAX array, the leaf gets its placement; other leaves are arrays of the host.
+        Args:
+            number: its name, larger than those before.
+            cursor: JSON values.
+            tree: arrays, the same on all processes.
+            calibrators: functions by the name of the file that they write.
 
         Raises:
-            InputError: a checkpoint cannot be read, although its bytes may be right; or `target`
-                raises it.
+            InputError: the checkpoint cannot be written.
         """
-        for number in self._numbers():
-            cursor = self._cursor(number)
-            if cursor is None:
-                continue
+        tree = jax.tree.map(np.asarray, devices.to_host(tree))
+        items = {
+            "tree": ocp.args.StandardSave(tree),
+            "calibrators": _FilesArgs(calibrators),
+            "cursor": ocp.args.JsonSave(cursor),
+        }
+        self._write(number, items, sum(leaf.nbytes for leaf in jax.tree.leaves(tree)))
+
+    @processes.on_first
+    def _write(self, number: int, items: dict[str, Any], size: int) -> None:
+        try:
+            # Reserves the space once, since Orbax's errors on a full disk are hard to read.
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            self._manager.save(number, args=ocp.args.Composite(**items), force=True)
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            text = f"cannot write a checkpoint in {self.folder}: {_reason(error)}"
+            raise InputError(text) from error
+
+    @processes.on_first
+    def newest(self) -> tuple[int, dict[str, Any]] | None:
+        """Returns number and cursor of the newest usable checkpoint, None without any.
+
+        A checkpoint whose bytes are not those of its manifest is set aside, with a warning.
+
+        Raises:
+            InputError: a checkpoint cannot be read, which says nothing about its bytes.
+        """
+        for number in sorted(self._manager.all_steps(), reverse=True):
             try:
-                wanted = target(cursor)
-            except InputError as error:
-                raise InputError(f"{self._folder / str(number)}: cursor: {error}") from error
-            leaves, structure = jax.tree.flatten(wanted)
-            arrays = processes.from_first(lambda n=number, w=wanted: self._leaves(n, w))
-            placed = [
-                devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
-                for leaf, array in zip(leaves, (arrays or {}).values(), strict=True)
-            ]
-            yield number, cursor, jax.tree.unflatten(structure, placed)
+                check_manifest(self.folder / str(number), "")
+            except Damaged:
+                self._set_aside(self.folder / str(number))
+                continue
+            return number, self._restore(number, "cursor", ocp.args.JsonRestore())
+        return None
 
-    @processes.on_first
-    def _numbers(self) -> list[int]:
-        return sorted(self._manager.all_steps(), reverse=True)
+    def read(self, number: int, wanted: Any) -> Any:
+        """Returns the tree of a checkpoint.
 
-    @processes.on_first
-    def _cursor(self, number: int) -> dict[str, Any] | None:
-        try:
-            check_manifest(self._folder / str(number), "")
-        except Damaged:
-            return self._move_aside(number, "its files are damaged")
-        return self._read(number, "cursor", ocp.args.JsonRestore())
+        Args:
+            number: of the checkpoint.
+            wanted: a tree of the same structure, shapes and types. Where it has a JAX array, the
+                leaf gets its placement; other leaves are arrays of the host.
 
-    def _leaves(self, number: int, target: Any) -> dict[str, np.ndarray]:
+        Raises:
+            InputError: the checkpoint cannot be read, or has another tree.
+        """
+        leaves, structure = jax.tree.flatten(wanted)
+        arrays = processes.from_first(lambda: self._leaves(number, wanted)) or {}
+        placed = [
+            devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
+            for leaf, array in zip(leaves, arrays.values(), strict=True)
+        ]
+        return jax.tree.unflatten(structure, placed)
+
+    def _leaves(self, number: int, wanted: Any) -> dict[str, np.ndarray]:
         abstract = jax.tree.map(  # takes no memory
-            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), wanted
         )
-        tree = self._read(number, "tree", ocp.args.StandardRestore(abstract))
-        arrays = jax.tree.leaves(tree)
-        for array, wanted in zip(arrays, jax.tree.leaves(abstract), strict=True):
-            if array.shape != wanted.shape:  # Orbax returns arrays of any shape.
-                raise self._unreadable(number, f"expected {wanted.shape}, found {array.shape}")
-        return {str(i): array for i, array in enumerate(arrays)}
+        arrays = jax.tree.leaves(self._restore(number, "tree", ocp.args.StandardRestore(abstract)))
+        for array, leaf in zip(arrays, jax.tree.leaves(abstract), strict=True):
+            if array.shape != leaf.shape:  # Orbax returns arrays of any shape.
+                raise self._unreadable(number, f"expected {leaf.shape}, found {array.shape}")
+        return {str(index): array for index, array in enumerate(arrays)}
 
-    def _read(self, number: int, item: str, restore: Any) -> Any:
+    def _restore(self, number: int, item: str, options: Any) -> Any:
         try:
-            return self._manager.restore(number, args=ocp.args.Composite(**{item: restore}))[item]
+            items = ocp.args.Composite(**{item: options})
+            return self._manager.restore(number, args=items)[item]
         except Exception as error:  # of many types
             raise self._unreadable(number, _reason(error)) from error
 
     def _unreadable(self, number: int, reason: str) -> InputError:
-        path = self._folder / str(number)
+        path = self.folder / str(number)
         return InputError(f"cannot read checkpoint {path}, whose files are whole: {reason}")
 
-    @processes.on_first
-    def set_aside(self, number: int, reason: str) -> None:
-        """Moves an unusable checkpoint beside the folder, with a warning; frees its number."""
-        self._move_aside(number, reason)
-
-    def _move_aside(self, number: int, reason: str) -> None:
-        path = self._folder / str(number)
+    def _set_aside(self, path: Path) -> None:
+        text = f"checkpoint {path} is unusable (its files are damaged)"
         if self._read_only:
-            _log.warning("checkpoint %s is unusable (%s)", path, reason)
+            _log.warning("%s", text)
             return
-        aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
+        aside = self.folder.with_name(f"{self.folder.name}_unusable_{path.name}")
         while aside.exists():
             aside = aside.with_name(f"{aside.name}_again")
-        text = "checkpoint %s is unusable (%s); moved to %s; the checkpoint before it is used"
-        _log.warning(text, path, reason, aside.name)
+        _log.warning("%s; moved to %s; the checkpoint before it is used", text, aside.name)
         os.replace(path, aside)
-        if self._manager:
-            self._manager.reload()
+        self._manager.reload()
 
 
 def _reason(error: Exception) -> str:

@@ -5,18 +5,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from msgspec import structs
 
-from fdc_jax import calibration, evaluation
+from fdc_jax import evaluation
 from fdc_jax.calibration import METHODS, Scores, familiarity
 from fdc_jax.errors import StopRequest
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.run import records
+from fdc_jax.run import records, resume
 from fdc_jax.run import setup as setups
 from fdc_jax.run.images import RunImages
 from fdc_jax.run.progress import Progress, StepLog
+from fdc_jax.run.resume import Cursor, Phase, ResumePoint
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
 
@@ -35,18 +35,14 @@ class Work(NamedTuple):
     progress: Progress
     stop: StopRequest
 
+    def cursor(self, task: int, phase: Phase, step: int = 0) -> Cursor:
+        """Returns the cursor of a checkpoint that is written now."""
+        sizes, seconds = self.setup.learner.setup.classes_per_task, self.log.seconds
+        return Cursor(task=task, phase=phase, step=step, seconds=seconds, classes_per_task=sizes)
 
-class ResumePoint(NamedTuple):
-    """The point that an earlier process reached."""
-
-    state: Any  # the learner's
-    calibrators: dict[str, Any]  # by name
-    tasks_done: int = 0  # number of tasks that are trained and fitted
-    trained_tasks: int = 0  # number of trained tasks; one more if the last one is not fitted
-    step: int = 0  # number of steps of the next task
-    timing: Seconds | None = None  # of the training of the last task, by kind
-    trained: Any = None  # the trained leaves after these steps
-    optimizer: Any = None  # the optimiser's state after these steps
+    def save(self, point: ResumePoint) -> None:
+        """Writes a checkpoint; raises InputError if that fails."""
+        resume.save(self.setup, self.checkpoints, point)
 
 
 def run(work: Work, point: ResumePoint) -> dict[str, Any]:
@@ -57,23 +53,22 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
         Interrupted: a stop was requested; the same call in a new process resumes.
     """
     setup, learner, store = work.setup, work.setup.learner, work.store
-    state, calibrators, num_tasks = point.state, point.calibrators, len(work.setup.tasks.tasks)
-    for task in range(point.tasks_done, num_tasks):
-        timing, cpu_start = {"previous_extraction_seconds": 0.0}, time.process_time()
-        if task >= point.trained_tasks:
-            if task and learner.trains and any(c.reads_previous for c in calibrators.values()):
-                timing = keep_previous(work, task, learner.encoder(setup.backbone, state, task))
+    state, calibrators, num_tasks = point.state, point.calibrators, len(setup.tasks.tasks)
+    for task in range(point.cursor.done_tasks, num_tasks):
+        cpu_start = time.process_time()
+        previous, timing = previous_features(work, task, state, calibrators)
+        if task >= point.cursor.trained_tasks:
             state = train(work, task, state, point)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)
         heads = setups.heads(learner, state, task + 1)
         peak = devices.peak_memory()
-        features, extracted = extract(work, task, encoder, heads[task])  # line 4
+        features, extracted = extract(work, task, encoder, heads[task], previous)  # line 4
         memory: dict[str, Any] = {"extraction": devices.peak_rise(peak)}
-        same_encoder = task > 0 and not learner.trains  # E_{t-1} is E_t.
-        complete = features._replace(previous=features.adapted) if same_encoder else features
-        fitted, memory["fit"] = fit(calibrators, complete)  # lines 5 to 13
+        store.keep(task, features)
+        if task > 0 and not learner.trains:  # E_{t-1} is E_t.
+            features = features._replace(previous=features.adapted)
+        fitted, memory["fit"] = fit(calibrators, features)  # lines 5 to 13
         timing |= extracted | fitted
-        store.keep(task, calibrators, features)
         store.event("statistics", task=task, **timing)
         if setup.evaluated[task]:
             record = evaluate(work, task, encoder, heads, calibrators)  # lines 14 to 20
@@ -82,6 +77,9 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
             record.peak_memory = records.Memory(training=work.log.peak_memory, **memory)
             store.record(record)
             work.progress.line(evaluation.describe(record, task, num_tasks))
+        work.save(ResumePoint(work.cursor(task, "done"), calibrators, state))
+        store.remove_previous(task)
+    store.remove_previous(num_tasks)
     for calibrator in calibrators.values():
         calibrator.replace_heads(setups.heads(learner, state, num_tasks))
         calibrator.finalize(release=True)
@@ -90,52 +88,32 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
     return calibrators
 
 
-def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> ResumePoint:
-    """Returns the newest checkpoint with its calibrators, or the state before the first task."""
-    settings = structs.asdict(setup.config.fdc)
-    names = setup.config.calibrator_names
-    new = {name: calibration.make(name, **settings) for name in names}
-    for calibrator in new.values():
-        calibrator.doubts = ""  # In a run, head rows and labels cannot be misaligned.
-    for number, cursor, tree in setups.checkpoints(setup, checkpoints, seed):
-        trained, step = cursor["tasks_done"], cursor["step"]
-        # A checkpoint at the end of a task has its encoder: fit and evaluation can be repeated.
-        complete = store.has_fitted(trained) and (
-            trained == 0 or store.recorded(trained - 1) or not setup.evaluated[trained - 1]
-        )
-        done = trained if step or complete else trained - 1
-        if done and not store.has_fitted(done):
-            checkpoints.set_aside(number, "calibrators of its tasks are missing")
-            continue
-        store.forget_after(done)
-        store.event("resume", tasks_done=done, step=step)
-        calibrators, timing = store.calibrators(done) if done else new, cursor["training_time"]
-        return ResumePoint(tree.pop("state"), calibrators, done, trained, step, timing, **tree)
-    store.forget_after(0)
-    return ResumePoint(setups.first_state(setup.learner), new)
+def previous_features(
+    work: Work, task: int, state: Any, calibrators: dict[str, Any]
+) -> tuple[Float[np.ndarray, "n d"] | None, dict[str, Any]]:
+    """Returns E_{t-1}(D_t), from which drift is estimated, and the seconds that it took.
 
-
-def keep_previous(work: Work, task: int, encoder: Any) -> Seconds:
-    """Saves E_{t-1}(D_t), from which drift is estimated; returns the seconds that it took."""
-    if work.store.previous(task) is not None:
-        return {"previous_extraction_seconds": 0.0}
-    extraction = work.images.previous_features(task, encoder)
-    work.store.keep_previous(task, extraction.features)
-    return {"previous_extraction_seconds": extraction.seconds}
+    The features are saved before the task is learned, after which E_{t-1} may be gone. They are
+    None if no calibrator reads them.
+    """
+    setup, store, seconds = work.setup, work.store, 0.0
+    learner = setup.learner
+    reads = learner.trains and any(c.reads_previous for c in calibrators.values())
+    features = store.previous(task) if task and reads else None
+    if task and reads and features is None:
+        encoder = learner.encoder(setup.backbone, state, task)
+        extraction = work.images.previous_features(task, encoder)
+        store.keep_previous(task, extraction.features)
+        features, seconds = store.previous(task), extraction.seconds
+    return features, {"previous_extraction_seconds": seconds}
 
 
 def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     """Learns a task, from its first step or the resume point (line 3); returns the new state."""
-    setup, log = work.setup, work.log
+    setup, log, calibrators = work.setup, work.log, point.calibrators
     learner, update, backbone = setup.learner, setup.update, setup.backbone
     mesh, interval = learner.setup.mesh, setup.config.checkpoint.every_steps
-    first_step, epochs = point.step if task == point.trained_tasks else 0, setup.epochs
-    planned = {"classes_per_task": learner.setup.classes_per_task}  # the slots of a checkpoint
-
-    def save(tasks_done: int, step: int, **tree: Any) -> None:
-        number = setup.first_steps[tasks_done] + step + tasks_done
-        work.checkpoints.save(number, tree, log.cursor(tasks_done, step) | planned)
-
+    first_step, epochs = point.cursor.step if task == point.cursor.task else 0, setup.epochs
     images = work.images.task_images(task)
     if first_step == 0:
         new = learner.before_task(backbone, state, task, images)
@@ -143,7 +121,7 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     started = setups.start_task(learner, update, backbone, state, task, work.seed)
     frozen, trained, optimizer = started
     if first_step > 0:
-        trained, optimizer = point.trained, point.optimizer
+        trained, optimizer = point.training["trained"], point.training["optimizer"]
     batches = work.images.batches(task, epochs, start_step=first_step)
     log.begin(batches, len(setup.tasks.tasks))
     for step, batch in enumerate(batches, start=first_step):
@@ -154,17 +132,21 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
         due = work.stop.requested() or (step + 1) % interval == 0
         if due and step + 1 < batches.num_steps:
             log.pause()
-            save(task, step + 1, state=state, trained=trained, optimizer=optimizer)
+            leaves = {"trained": trained, "optimizer": optimizer}
+            cursor = work.cursor(task, "training", step + 1)
+            work.save(ResumePoint(cursor, calibrators, state, leaves))
             work.stop.poll()
     log.look()
     new = learner.after_task(backbone, state, task, frozen, trained, images)
     state = setups.accept(learner, state, new, "after_task")
     log.end()
-    save(task + 1, 0, state=state)
+    work.save(ResumePoint(work.cursor(task, "trained"), calibrators, state))
     return state
 
 
-def extract(work: Work, task: int, encoder: Any, head: Any) -> tuple[TaskFeatures, Seconds]:
+def extract(
+    work: Work, task: int, encoder: Any, head: Any, previous: Float[np.ndarray, "n d"] | None
+) -> tuple[TaskFeatures, Seconds]:
     """Returns the features that calibrators are fitted on, and the seconds taken (line 4)."""
     tasks, watch = work.setup.tasks, devices.Stopwatch()
     adapted, pretrained = work.images.train_features(task, encoder)
@@ -175,7 +157,7 @@ def extract(work: Work, task: int, encoder: Any, head: Any) -> tuple[TaskFeature
         labels=tasks.train_labels(task),
         head=head,
         classes=tasks.positions[tasks.tasks[task]],
-        previous=work.store.previous(task),
+        previous=previous,
     )
     return features, {
         "extraction_compile_seconds": compiled,

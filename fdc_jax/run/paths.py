@@ -32,10 +32,6 @@ class RunPaths:
         """Returns the path of a calibrator fitted on all tasks."""
         return self.folder / "calibrators" / f"{name}.npz"
 
-    def fitted_file(self, name: str, num_tasks: int) -> Path:
-        """Returns the path of a calibrator of the first `num_tasks` tasks, to be fitted on more."""
-        return self.folder / "calibrators" / f"{name}_{num_tasks:03d}.npz"
-
     def record_file(self, task: int) -> Path:
         """Returns the path of the evaluation after a task."""
         return self.folder / "tasks" / f"task_{task:03d}.json"
@@ -78,7 +74,7 @@ class RunPaths:
 
     def read_records(self) -> list[records.Record]:
         """Returns the evaluations after each task so far."""
-        remedy = "remove it, and its accuracies are measured again"
+        remedy = "put it back, or choose another --workdir"
         paths = map(self.record_file, self.recorded_tasks())
         return [records.read(path, records.Record, remedy) for path in paths]
 

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tqdm
@@ -74,13 +74,15 @@ class StepLog:
     Args:
         event: keeps an event of a kind with its values.
         progress: shows every step.
-        timing: of the task in work, from a `cursor`.
+        seconds: of the training of the task in work, by kind, from a cursor.
     """
 
     peak_memory: int | None = None  # bytes on the fullest device after the last training here
 
-    def __init__(self, event: Callable[..., None], progress: Progress, timing: Any = None):
-        self._event, self._progress, self._time = event, progress, timing or {}
+    def __init__(
+        self, event: Callable[..., None], progress: Progress, seconds: Mapping[str, float]
+    ):
+        self._event, self._progress, self.seconds = event, progress, dict(seconds)
         self._compiled = False  # The first step of a process, which compiles, stands apart.
         self._pending: tuple[int, Any] | None = None
 
@@ -89,7 +91,7 @@ class StepLog:
         self._batches, self._num_tasks = batches, num_tasks
         if batches.start_step == 0:
             names = ("images", "seconds", "compile_seconds", "input_wait_seconds")
-            self._time = dict.fromkeys(names, 0.0)
+            self.seconds = dict.fromkeys(names, 0.0)
         self._event("training", task=batches.task, step=batches.start_step)
         self._restart(batches.start_step)
 
@@ -102,11 +104,11 @@ class StepLog:
         """Checks the loss of the step before while this step runs."""
         if not self._compiled:
             loss.block_until_ready()
-            self._time["compile_seconds"] += sum(self._watch.read())
+            self.seconds["compile_seconds"] += sum(self._watch.read())
             self._restart(step + 1)
             self._compiled = True
         else:
-            self._time["images"] += int(batch.weights.sum())
+            self.seconds["images"] += int(batch.weights.sum())
         self.look()
         self._pending, self._last = (step, loss), step
 
@@ -148,16 +150,12 @@ class StepLog:
         """Adds up the time of the task and measures its peak memory."""
         self.peak_memory = devices.peak_memory()
         elapsed = self._watch.read()
-        self._time["seconds"] += elapsed.seconds
-        self._time["compile_seconds"] += elapsed.compile_seconds
-        self._time["input_wait_seconds"] += self._batches.input_wait_seconds - self._waited
-
-    def cursor(self, tasks_done: int, step: int) -> dict[str, Any]:
-        """Returns the point in the run that a checkpoint belongs to."""
-        return {"tasks_done": tasks_done, "step": step, "training_time": self._time}
+        self.seconds["seconds"] += elapsed.seconds
+        self.seconds["compile_seconds"] += elapsed.compile_seconds
+        self.seconds["input_wait_seconds"] += self._batches.input_wait_seconds - self._waited
 
     @property
     def timing(self) -> dict[str, float]:
         """Time and images of the last training, under their names in the results."""
         short = ("images", "seconds")
-        return {f"training_{n}" if n in short else n: value for n, value in self._time.items()}
+        return {f"training_{n}" if n in short else n: value for n, value in self.seconds.items()}

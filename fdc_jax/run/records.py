@@ -7,7 +7,7 @@ versions did not write.
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -210,15 +210,6 @@ class Latency(msgspec.Struct, kw_only=True):
     versions: dict[Name, Any] = {}
     precision: Name = ""
     contenders: dict[Name, Contender] = {}
-
-
-class Cursor(TypedDict):
-    """The point in a run that a checkpoint belongs to."""
-
-    tasks_done: Count
-    step: Count
-    training_time: dict[Name, Measured] | None
-    classes_per_task: Annotated[list[Positive], Meta(min_length=1)]
 
 
 def read(path: Path, kind: type[Kind], remedy: str) -> Kind:

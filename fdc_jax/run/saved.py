@@ -3,6 +3,7 @@
 Opening reads JSON alone. Encoder, learner, checkpoint, images and calibrator are loaded on demand.
 """
 
+import copy
 import functools
 import itertools
 import os
@@ -16,7 +17,7 @@ from flax import traverse_util
 from jaxtyping import Float, Int, UInt8
 
 from fdc_jax import calibration, learners
-from fdc_jax.calibration import Calibrator
+from fdc_jax.calibration import METHODS, Calibrator
 from fdc_jax.calibration.inputs import whole_number
 from fdc_jax.data import sources
 from fdc_jax.data.batches import Batch, evaluation_images
@@ -28,11 +29,12 @@ from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
 from fdc_jax.model.weights import by_checksum as weights_by_checksum
-from fdc_jax.run import configuration
+from fdc_jax.run import configuration, resume
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
 from fdc_jax.run.paths import RunPaths, known_of
 from fdc_jax.run.records import PLANNED
+from fdc_jax.run.resume import ResumePoint
 from fdc_jax.run.setup import Encoders
 
 
@@ -157,17 +159,18 @@ class Run(RunPaths):
 
     @functools.cached_property
     @jax.enable_x64(False)
-    def _saved(self) -> tuple[Any, int]:
-        """State of the learner from the newest readable checkpoint, and its number of tasks."""
+    def _point(self) -> ResumePoint:
+        """The newest resume point."""
         if self.exported:
             raise InputError(
                 f"{self.folder} is an export, which has no encoders but E_0 and E_{self.num_tasks}"
             )
-        encoders, seed = self.encoders, self.config["seed"][0]
-        checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
-        for _, cursor, tree in setups.checkpoints(encoders, checkpoints, seed):
-            return tree["state"], cursor["tasks_done"]
-        raise InputError(f"{self.checkpoints_folder}: expected a checkpoint of the run, found none")
+        encoders, folder = self.encoders, self.checkpoints_folder
+        checkpoints = Checkpoints(folder, read_only=True)
+        point = resume.newest(encoders, self.config["seed"][0], checkpoints)
+        if point is None:
+            raise InputError(f"{folder}: expected a checkpoint of the run, found none")
+        return point
 
     @jax.enable_x64(False)
     def encoder(self, t: int) -> Replaced:
@@ -180,10 +183,10 @@ class Run(RunPaths):
             arrays = traverse_util.unflatten_dict(read_safetensors(self.merged_file), sep="/")
             self._check_merged(arrays)
             return devices.replicate(learner.setup.mesh, jax.tree.map(jnp.asarray, arrays))
-        state, tasks_done = self._saved
-        if not 0 < t <= tasks_done:
-            raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
-        return learner.encoder(backbone, state, t)
+        trained_tasks = self._point.cursor.trained_tasks
+        if not 0 < t <= trained_tasks:
+            raise InputError(f"{self.folder}: expected E_0 to E_{trained_tasks}, found E_{t}")
+        return learner.encoder(backbone, self._point.state, t)
 
     def _check_merged(self, arrays: Any) -> None:
         """Raises InputError if arrays differ from the learner's in names, shapes or types."""
@@ -202,7 +205,8 @@ class Run(RunPaths):
         """Returns the heads of all tasks that were trained."""
         if self.exported:
             return self.calibrator(self.calibrators[0]).heads
-        return setups.heads(self.encoders.learner, *self._saved)
+        state, trained_tasks = self._point.state, self._point.cursor.trained_tasks
+        return setups.heads(self.encoders.learner, state, trained_tasks)
 
     def answering(self) -> "Run":
         """Returns the run that predicts: until this run is finished, the run before training."""
@@ -218,11 +222,13 @@ class Run(RunPaths):
         hint = f"; {before} has its answer before training" * (before != self.folder)
         return f"unfinished: no results.json, {done} done{hint}"
 
-    @property
+    @functools.cached_property
     def calibrators(self) -> list[str]:
-        """Names of the saved calibrators, fitted on all tasks or on the tasks before a stop."""
-        files = self.folder.glob("calibrators/*.npz")
-        return sorted({path.stem.rpartition("_")[0] or path.stem for path in files})
+        """Names of the calibrators that are fitted on all tasks, or on the tasks before a stop."""
+        names = [name for name in sorted(METHODS) if self.calibrator_file(name).exists()]
+        if names or self.results or not self.checkpoints_folder.exists():
+            return names
+        return sorted(self._point.calibrators) if self._point.cursor.done_tasks else []
 
     @property
     def best_calibrator(self) -> str:
@@ -253,16 +259,17 @@ class Run(RunPaths):
                 run, with other classes or widths.
         """
         name = name or self.best_calibrator
-        final = self.calibrator_file(name)
-        paths = sorted(self.folder.glob(f"calibrators/{name}_*.npz")) + [final] * final.exists()
-        if not paths:
+        if name not in self.calibrators:
             names = ", ".join(self.calibrators)
             raise InputError(f"{self.folder}: has no calibrator {name}, expected one of {names}")
-        path = paths[-1]
-        loaded, fresh = calibration.load(path), calibration.make(name)
+        path, fresh = self.calibrator_file(name), calibration.make(name)
+        finished = path.exists()
+        loaded = (
+            calibration.load(path) if finished else copy.deepcopy(self._point.calibrators[name])
+        )
         if type(loaded) is not type(fresh) or vars(loaded).get("view") != vars(fresh).get("view"):
             raise InputError(f"{path}: expected a calibrator {name}, found {type(loaded).__name__}")
-        sizes = self._planned[: self.num_tasks if path == final else loaded.num_tasks]
+        sizes = self._planned[: self.num_tasks if finished else loaded.num_tasks]
         starts = np.cumsum([0, *sizes]).tolist()
         expected = [{*range(*ends)} for ends in itertools.pairwise(starts)]
         if [{*labels.tolist()} for labels in loaded.classes] != expected:

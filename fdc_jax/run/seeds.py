@@ -14,7 +14,7 @@ from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked, named_path
 from fdc_jax.model import weights
-from fdc_jax.run import configuration, estimate, experiment, results
+from fdc_jax.run import configuration, estimate, experiment, results, resume
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
 from fdc_jax.run.images import RunImages
@@ -96,16 +96,20 @@ def run_seed(setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bo
             print(f"{folder}: is finished already", file=sys.stderr)
         return finished
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
-    point = experiment.resume(setup, seed, store, checkpoints)
+    point = resume.resume(setup, seed, checkpoints)
+    cursor, steps = point.cursor, setup.first_steps
+    trained, done_steps = cursor.trained_tasks, steps[cursor.trained_tasks] + cursor.step
+    store.check_resumable(cursor.done_tasks, setup.evaluated)
+    if done_steps or trained:
+        store.event("resume", tasks_done=cursor.done_tasks, step=cursor.step)
     if setup.config.untrained and setup.learner.trains:
-        _answer_untrained(setup, seed, folder, stop, quiet, point.trained_tasks)
+        _answer_untrained(setup, seed, folder, stop, quiet, trained)
     label = f"seed {seed}, " if len(setup.config.seed) > 1 else ""
     with contextlib.closing(Progress(quiet, label)) as progress:
-        if point.trained_tasks:
-            progress.line(f"resumes after {point.trained_tasks} of {len(setup.tasks.tasks)} tasks")
-        steps = setup.first_steps
-        progress.start(total=steps[-1], done=steps[point.trained_tasks] + point.step)
-        log = StepLog(store.event, progress, point.timing)
+        if trained:
+            progress.line(f"resumes after {trained} of {len(setup.tasks.tasks)} tasks")
+        progress.start(total=steps[-1], done=done_steps)
+        log = StepLog(store.event, progress, cursor.seconds)
         images = RunImages(setup, seed, stop.poll)
         work = experiment.Work(setup, seed, store, checkpoints, images, log, progress, stop)
         calibrators = experiment.run(work, point)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,10 @@ from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor, FeatureCache
 from fdc_jax.learners import Learner, training
 from fdc_jax.machine import devices, processes
-from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.devices import Mesh
 from fdc_jax.machine.files import check_writable_folder, named_path, private_folder, user_cache
 from fdc_jax.model import vit, weights
-from fdc_jax.run import configuration, records
+from fdc_jax.run import configuration
 from fdc_jax.run.config import Config
 
 
@@ -311,35 +309,3 @@ def accept(learner: Learner, state: Any, new: Any, method: str) -> Any:
 def heads(learner: Learner, state: Any, num_tasks: int) -> list[Any]:
     """Returns the heads of the first tasks as arrays of the host."""
     return devices.to_host(learner.heads(state, num_tasks)) if num_tasks else []
-
-
-def checkpoints(
-    encoders: Encoders, folder: Checkpoints, seed: int
-) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-    """Yields number, cursor and tree of every usable checkpoint, newest first.
-
-    If the run was planned for fewer tasks, its trees get slots for the further ones.
-    """
-    learner, backbone = encoders.learner, encoders.backbone
-
-    def template(cursor: dict[str, Any], classes_per_task: Sequence[int]) -> dict[str, Any]:
-        setup = dataclasses.replace(learner.setup, classes_per_task=tuple(classes_per_task))
-        earlier = dataclasses.replace(learner, setup=setup)
-        tree = {"state": first_state(earlier)}
-        if cursor["step"]:
-            start = backbone, tree["state"], cursor["tasks_done"], seed
-            _, tree["trained"], tree["optimizer"] = start_task(earlier, earlier.update(), *start)
-        return tree
-
-    def target(cursor: dict[str, Any]) -> dict[str, Any]:
-        convert(cursor, records.Cursor)
-        if cursor["tasks_done"] + bool(cursor["step"]) > len(cursor["classes_per_task"]):
-            raise InputError("tasks_done: expected no more than the tasks")
-        return template(cursor, cursor["classes_per_task"])
-
-    planned = learner.setup.classes_per_task
-    for number, cursor, tree in folder.newest(target):
-        if tuple(cursor["classes_per_task"]) != planned:
-            grown = training.in_slots(tree, template(cursor, planned))
-            tree = devices.replicate(learner.setup.mesh, grown)
-        yield number, cursor, tree

@@ -6,16 +6,14 @@ Every result is on disk before the next step starts. Only process 0 reads and wr
 import json
 import logging
 import os
-import pickle
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
 import numpy as np
 from jaxtyping import Float
 
-from fdc_jax import calibration
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
@@ -119,43 +117,20 @@ class Store(RunPaths):
         return results if results and results.num_tasks >= len(self._tasks.tasks) else None
 
     @processes.on_first
-    def has_fitted(self, num_tasks: int) -> bool:
-        """Returns True if the calibrators of the first `num_tasks` tasks are saved."""
-        return all(self.fitted_file(name, num_tasks).exists() for name in self._names)
+    def check_resumable(self, done_tasks: int, evaluated: Sequence[bool]) -> None:
+        """Raises InputError if the evaluation of a task that is done is missing.
 
-    @processes.on_first
-    def recorded(self, task: int) -> bool:
-        """Returns True if the evaluation after a task is saved."""
-        return self.record_file(task).exists()
-
-    def calibrators(self, num_tasks: int) -> dict[str, Any]:
-        """Returns the calibrators after so many tasks, by name; InputError if one is damaged."""
-
-        def read() -> dict[str, np.ndarray]:
-            files = {name: self.fitted_file(name, num_tasks) for name in self._names}
-            return {
-                name: np.frombuffer(pickle.dumps(calibration.load(file)), np.uint8)
-                for name, file in files.items()
-            }
-
-        contents = processes.from_first(read) or {}
-        return {name: pickle.loads(content.tobytes()) for name, content in contents.items()}
-
-    @processes.on_first
-    def forget_after(self, num_tasks: int) -> None:
-        """Removes the records of tasks after the first `num_tasks`, which are learned again.
-
-        Raises:
-            InputError: a finished run would be trained again from its first task.
+        Neither is a finished run trained again from its first task.
         """
-        if num_tasks == 0 and self.results_file.exists():
+        if done_tasks == 0 and self.results_file.exists():
             raise InputError(
                 f"{self.folder} holds a finished run, and no checkpoint to resume from; remove "
                 f"{self.results_file} to train again"
             )
-        for task in self.recorded_tasks():
-            if task >= num_tasks:
-                self.record_file(task).unlink()
+        for task in range(done_tasks):
+            path = self.record_file(task)
+            if evaluated[task] and not path.exists():
+                raise InputError(f"{path}: is missing; put it back, or choose another --workdir")
 
     # Writing --------------------------------------------------------------------------------------
 
@@ -183,18 +158,21 @@ class Store(RunPaths):
         return arrays["n"] if arrays else None
 
     @processes.on_first
-    def keep(self, task: int, calibrators: Mapping[str, Any], features: TaskFeatures) -> None:
-        """Writes the calibrators after a task, and features of its images if `save_features`."""
+    def remove_previous(self, before: int) -> None:
+        """Removes the features of `keep_previous` of the tasks before one, unless `save_features`.
+
+        A task keeps them until the next one is done: its fit may be repeated.
+        """
+        for task in range(0 if self._config.save_features else before):
+            (self.features_folder / f"train_previous_{task}.npy").unlink(missing_ok=True)
+
+    @processes.on_first
+    def keep(self, task: int, features: TaskFeatures) -> None:
+        """Writes the features of a task if `save_features`."""
         if self._config.save_features:
             fields = features._asdict()
             del fields["final_head"]
             feature_files.write_task(self.features_folder, task, **fields)
-        for name, calibrator in calibrators.items():
-            calibrator.save(self.fitted_file(name, task + 1))
-            for earlier in range(1, task + 1 - self._config.checkpoint.keep):
-                self.fitted_file(name, earlier).unlink(missing_ok=True)
-        if not self._config.save_features:
-            (self.features_folder / f"train_previous_{task}.npy").unlink(missing_ok=True)
 
     @processes.on_first
     def record(self, record: Record) -> None:

@@ -37,18 +37,21 @@ def assert_equal_trees(one, other):
 
 
 def newest(checkpoints):
-    return next(checkpoints.newest(lambda cursor: make_tree()))
+    """Returns number, cursor and tree of the newest usable checkpoint."""
+    number, cursor = checkpoints.newest()
+    return number, cursor, checkpoints.read(number, make_tree())
 
 
-def numbers(checkpoints):
-    return [number for number, _, _ in checkpoints.newest(lambda cursor: make_tree())]
+def save(checkpoints, number, tree):
+    files = {"numbers.npz": lambda path: np.savez(path, number=number)}
+    checkpoints.save(number, {"tasks_done": number}, tree, files)
 
 
 @pytest.fixture
 def filled(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     for number in range(1, 4):
-        checkpoints.save(number, make_tree(number), {"tasks_done": number})
+        save(checkpoints, number, make_tree(number))
     yield checkpoints
 
 
@@ -64,11 +67,29 @@ def test_round_trip_keeps_types_values_and_cursor(filled):
 def test_damaged_metadata_of_one_checkpoint(filled, tmp_path, caplog, content):
     folder = tmp_path / "checkpoints"
     (folder / "3" / "_CHECKPOINT_METADATA").write_bytes(content)
-    assert numbers(Checkpoints(folder, read_only=True)) == [2]
+    assert newest(Checkpoints(folder, read_only=True))[0] == 2
     assert (folder / "3").exists()
-    assert numbers(Checkpoints(folder)) == [2]
+    assert newest(Checkpoints(folder))[0] == 2
     assert (tmp_path / "checkpoints_unusable_3").exists()
     assert "checkpoints/3 is unusable" in caplog.text
+
+
+def test_files_are_part_of_a_checkpoint(filled, tmp_path, caplog):
+    folder = tmp_path / "checkpoints"
+    for number in (2, 3):
+        assert np.load(folder / str(number) / "calibrators" / "numbers.npz")["number"] == number
+    (folder / "3" / "calibrators" / "numbers.npz").unlink()
+    assert newest(filled)[0] == 2
+    assert "3 is unusable" in caplog.text
+
+
+def test_failed_file_fails_the_checkpoint(filled, tmp_path):
+    def fail(path):
+        raise InputError(f"cannot write {path}: No space left on device")
+
+    with pytest.raises(InputError, match=r"cannot write a checkpoint in .*No space left"):
+        filled.save(4, {}, make_tree(), {"numbers.npz": fail})
+    assert newest(filled)[0] == 3
 
 
 def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path):
@@ -76,10 +97,10 @@ def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     large = np.random.default_rng(0).normal(size=(50, 40, 10)).astype(np.float32)
     tree = {"host": large, "device": jnp.arange(3.0), "both": LinearHead(large[0], jnp.ones(40))}
-    checkpoints.save(1, tree, {"tasks_done": 1})
+    save(checkpoints, 1, tree)
     target = tree | {"host": np.zeros_like(large)}
     before = {id(array) for array in jax.live_arrays()}
-    ((_, _, restored),) = checkpoints.newest(lambda cursor: target)
+    restored = checkpoints.read(1, target)
     assert_equal_trees(restored, tree)
     assert type(restored["host"]) is type(restored["both"].weight) is np.ndarray
     assert isinstance(restored["device"], jax.Array)
@@ -115,7 +136,7 @@ def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, kind):
     assert f"checkpoint {newest_folder} is unusable (its files are damaged)" in caplog.text
     assert (tmp_path / "checkpoints_unusable_3").is_dir()
     # Its number is free again.
-    filled.save(3, make_tree(7), {"tasks_done": 3})
+    save(filled, 3, make_tree(7))
     number, _, used = newest(filled)
     assert number == 3
     assert_equal_trees(used, make_tree(7))
@@ -126,12 +147,12 @@ def test_remains_of_a_checkpoint_that_was_being_deleted_are_not_reported(filled,
     with caplog.at_level(logging.WARNING):
         again = Checkpoints(tmp_path / "checkpoints", keep=2)
         number, _, tree = newest(again)
-        again.save(4, make_tree(4), {"tasks_done": 4})
+        save(again, 4, make_tree(4))
     assert number == 3 and not caplog.text
     assert not (tmp_path / "checkpoints" / "2").exists()
     assert not list(tmp_path.glob("checkpoints_unusable*"))
     assert_equal_trees(tree, make_tree(3))
-    assert numbers(again) == [4, 3]
+    assert newest(again)[0] == 4
 
 
 def test_an_interrupted_save_leaves_nothing(filled, tmp_path, monkeypatch):
@@ -140,8 +161,8 @@ def test_an_interrupted_save_leaves_nothing(filled, tmp_path, monkeypatch):
 
     monkeypatch.setattr(filled._manager, "save", fail)
     with pytest.raises(ValueError, match=r"cannot write a checkpoint in .*No space left"):
-        filled.save(4, make_tree(), {"tasks_done": 4})
-    assert numbers(filled) == [3, 2]
+        save(filled, 4, make_tree())
+    assert newest(filled)[0] == 3
 
 
 def stale(*arguments, **options):
@@ -161,9 +182,9 @@ def test_intact_checkpoint_stays_when_a_read_fails(filled, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(name, stale)
         with pytest.raises(InputError, match=r"cannot read .*Stale file handle|unreadable JSON"):
-            numbers(again)
+            newest(again)
     assert small_runs.contents(tmp_path) == before
-    assert numbers(again) == [3, 2]
+    assert newest(again)[0] == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
@@ -172,18 +193,18 @@ def test_intact_checkpoint_stays_when_a_folder_is_closed(filled, tmp_path):
     closed.chmod(0)
     try:
         with pytest.raises(InputError, match=r"cannot read .*tree: Permission denied"):
-            numbers(filled)
+            newest(filled)
     finally:
         closed.chmod(0o700)
-    assert numbers(filled) == [3, 2]
+    assert newest(filled)[0] == 3
 
 
 def test_intact_checkpoint_stays_when_its_arrays_have_other_shapes(filled, tmp_path):
     """As after a change of the code of a learner."""
     target = make_tree() | {"state": {"A": jnp.arange(5.0)}}
     with pytest.raises(InputError, match=r"cannot read checkpoint .*3, .*expected \(5,\)"):
-        next(filled.newest(lambda cursor: target))
-    assert numbers(filled) == [3, 2]
+        filled.read(3, target)
+    assert newest(filled)[0] == 3
 
 
 KILLED_AT_THE_RENAME = """
@@ -196,7 +217,7 @@ def killed(source, target, *arguments, **options):
         os.kill(os.getpid(), signal.SIGKILL)
     rename(source, target, *arguments, **options)
 for number in (1, 2):
-    checkpoints.save(number, {"A": np.arange(3.0)}, {})
+    checkpoints.save(number, {}, {"A": np.arange(3.0)}, {})
     os.rename = os.replace = killed
 """
 
@@ -211,12 +232,12 @@ def test_every_finished_checkpoint_has_its_manifest(tmp_path):
     files.check_manifest(unfinished, "")
     target = {"A": np.zeros(3)}
     kept = Checkpoints(folder)
-    assert [number for number, _, _ in kept.newest(lambda cursor: target)] == [1]
-    kept.save(2, target, {})
+    assert kept.newest() == (1, {})
+    kept.save(2, {}, target, {})
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 
 
 def test_checkpoint_without_a_manifest_is_set_aside(filled, tmp_path):
     (tmp_path / "checkpoints" / "3" / "manifest.json").unlink()
-    assert numbers(filled) == [2]
+    assert newest(filled)[0] == 2
     assert (tmp_path / "checkpoints_unusable_3").is_dir()

@@ -1,6 +1,5 @@
 """Algorithm 1 from start to end: stopped anywhere it goes on to the same numbers."""
 
-import shutil
 from types import SimpleNamespace
 
 import jax
@@ -145,14 +144,6 @@ def test_the_compilation_of_a_fit_stands_apart(monkeypatch):
     compiled = timing["fit_compile_seconds"]["fdc"]
     assert compiled > 0
     assert timing["fit_seconds"]["fdc"] == pytest.approx(1000 - compiled)
-
-
-@pytest.mark.ci
-def test_without_their_calibrators_tasks_are_learned_again(whole, half, cache, tmp_path, caplog):
-    shutil.rmtree(small_runs.copied(half, tmp_path / "run") / "calibrators")
-    run(config(cache), tmp_path / "run")
-    assert "calibrators of its tasks are missing" in caplog.text
-    same_outcome(whole, tmp_path / "run")
 
 
 def test_a_loss_that_is_not_finite_names_task_and_learning_rate(cache, tmp_path):

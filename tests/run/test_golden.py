@@ -36,7 +36,7 @@ def test_the_digits_end_as_they_did(tmp_path, cache):
     config = digits.get_config()
     config.update(cache_dir=str(cache), report=False)
     found, expected = small_runs.run(configuration.typed(config), tmp_path), golden("digits")
-    same_state = digest(fdc_jax.open_run(tmp_path)._saved[0]) == expected.pop("state_sha256")
+    same_state = digest(fdc_jax.open_run(tmp_path)._point.state) == expected.pop("state_sha256")
     columns = small_runs.predictions(tmp_path)
     del columns["class_names"]
     with np.load(GOLDEN / "digits.npz") as file:

@@ -125,6 +125,39 @@ def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_pat
     small_runs.same_outcome(whole, copy)
 
 
+def in_layout_of_0_2_0(folder):
+    """Moves calibrators out of the checkpoints, whose cursors counted the tasks that are done."""
+    for checkpoint in (folder / "checkpoints").iterdir():
+        path = checkpoint / "cursor" / "metadata"
+        cursor = json.loads(path.read_text())
+        in_training = cursor["phase"] == "training"
+        earlier = {
+            "tasks_done": cursor["task"] + (not in_training),
+            "step": cursor["step"],
+            "training_time": cursor["seconds"],
+            "classes_per_task": cursor["classes_per_task"],
+        }
+        path.write_text(json.dumps(earlier))
+        shutil.rmtree(checkpoint / "calibrators")
+        write_manifest(checkpoint)
+    return folder
+
+
+def test_finished_run_of_0_2_0_is_opened(whole, tmp_path):
+    run = fdc_jax.open_run(in_layout_of_0_2_0(small_runs.copied(whole, tmp_path / "run")))
+    image = np.zeros((8, 8), np.uint8)
+    pd.testing.assert_frame_equal(run.predict(image), fdc_jax.open_run(whole).predict(image))
+    assert len(run.heads()) == 2
+
+
+def test_stopped_run_of_0_2_0_names_the_version_that_resumes_it(half, cache, tmp_path):
+    folder = in_layout_of_0_2_0(small_runs.copied(half, tmp_path / "run"))
+    before = contents(folder)
+    with pytest.raises(InputError, match=r"are of fdc_jax 0.2.0; resume the run with that vers"):
+        small_runs.run(small_runs.config(cache), folder)
+    assert contents(folder) == before
+
+
 # Commands on a folder, in a process that writes down every file it opens and every address. Its
 # cache has the programs that other tests compiled, and its report has no figures.
 COMMANDS = """

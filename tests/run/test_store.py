@@ -1,19 +1,17 @@
 """What a run writes: whose the folder is, what of it is damaged, and who else is there."""
 
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import types
-from pathlib import Path
 
 import pytest
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_json, write_json
-from fdc_jax.run.paths import RunPaths, known_classes
+from fdc_jax.run.paths import known_classes
 from fdc_jax.run.records import CLASSES, PLANNED
-from fdc_jax.run.store import Store
 from tests import small_runs
 from tests.small_runs import config, contents, results
 from tests.small_runs import run as go
@@ -64,10 +62,8 @@ def second(half, cache, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("calibrators/fdc_001.npz", "fdc_001.npz: .*not a readable"),
-        ("calibrators/gaussians_001.npz", "gaussians_001.npz: .*not a readable"),
         ("features/train_previous_1.npy", "train_previous_1.npy: not a readable"),
-        ("tasks/task_000.json", r"task_000.json: unreadable JSON \(.*\); remove it, and its accu"),
+        ("tasks/task_000.json", r"task_000.json: unreadable JSON \(.*\); put it back, or cho"),
         ("config.json", r"config.json: unreadable JSON \(.*\); put it back, or choose another"),
     ],
 )
@@ -85,33 +81,38 @@ def test_a_configuration_that_is_gone_is_not_written_anew(copy, cache):
     assert not (copy / "config.json").exists()
 
 
-@pytest.mark.parametrize("lost", [(), ("tasks/task_001.json",)], ids=["results", "evaluation"])
-def test_results_are_written_again(whole, copy, cache, lost):
-    """As by a process that was killed before the last evaluation, or after it."""
-    for name in ("results.json", *lost):
-        (copy / name).unlink()
+def test_results_are_written_again(whole, copy, cache):
+    """As by a process that was killed after the last task was done."""
+    (copy / "results.json").unlink()
     go(config(cache), copy)
     small_runs.same_outcome(whole, copy)
 
 
-def test_records_of_tasks_that_are_learned_again_are_removed(copy):
-    store = object.__new__(Store)
-    RunPaths.__init__(store, copy)
-    store.forget_after(2)
-    assert store.recorded_tasks() == [0, 1]
-    store.forget_after(1)
-    assert store.recorded_tasks() == [0]
+def test_last_task_is_evaluated_again(whole, copy, cache):
+    """As by a process that was killed before the last task was done."""
+    for name in ("results.json", "tasks/task_001.json", "calibrators/fdc.npz"):
+        (copy / name).unlink()
+    newest = max((copy / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    shutil.rmtree(newest)
+    go(config(cache), copy)
+    small_runs.same_outcome(whole, copy)
+    assert [event["task"] for event in small_runs.events(copy, "training")] == [0, 1]
+    assert [event["task"] for event in small_runs.events(copy, "statistics")] == [0, 1, 1]
 
 
-def test_calibrators_of_the_newest_checkpoints_and_of_the_task_before_stay(tmp_path):
-    store = object.__new__(Store)
-    RunPaths.__init__(store, tmp_path)
-    store._config = config(tmp_path, save_features=False, checkpoint__keep=2)
-    (tmp_path / "calibrators").mkdir()
-    for task in range(5):
-        store.keep(task, {"fdc": types.SimpleNamespace(save=Path.touch)}, None)
-    names = sorted(path.name for path in (tmp_path / "calibrators").iterdir())
-    assert names == ["fdc_003.npz", "fdc_004.npz", "fdc_005.npz"]
+def test_missing_evaluation_of_a_task_that_is_done_is_named(copy, cache):
+    for name in ("results.json", "tasks/task_000.json"):
+        (copy / name).unlink()
+    with pytest.raises(InputError, match=r"task_000.json: is missing; put it back, or choose"):
+        go(config(cache), copy)
+
+
+def test_finished_run_without_checkpoints_is_not_trained_again(copy, cache):
+    saved = read_json(copy / "results.json")
+    write_json(copy / "results.json", saved | {"num_tasks": 1, "curve": saved["curve"][:1]})
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(InputError, match=r"holds a finished run, and no checkpoint to resume"):
+        go(config(cache), copy)
 
 
 # Whose directory it is ---------------------------------------------------------------------------
