@@ -54,7 +54,7 @@ def second(half, cache, tmp_path_factory):
     """The run of `half`, stopped again in its second task."""
 
     def stop(folder):
-        small_runs.stopped(config(cache), small_runs.copied(half, folder), 8)
+        small_runs.stopped(config(cache), small_runs.copied(half, folder), 3)
 
     return small_runs.shared(tmp_path_factory, "second", stop)
 
