@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from msgspec import structs
 
 from fdc_jax import evaluation
 from fdc_jax.calibration import METHODS, Scores, familiarity
@@ -72,7 +73,7 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
         store.event("statistics", task=task, **timing)
         if setup.evaluated[task]:
             record = evaluate(work, task, encoder, heads, calibrators)  # lines 14 to 20
-            timing |= work.log.timing | {"processor_seconds": time.process_time() - cpu_start}
+            timing |= work.log.seconds | {"processor_seconds": time.process_time() - cpu_start}
             record.timing = structs.replace(record.timing, **timing)
             record.peak_memory = records.Memory(training=work.log.peak_memory, **memory)
             store.record(record)

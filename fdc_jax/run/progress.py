@@ -74,7 +74,7 @@ class StepLog:
     Args:
         event: keeps an event of a kind with its values.
         progress: shows every step.
-        seconds: of the training of the task in work, by kind, from a cursor.
+        seconds: of the training of the task in work, by their names in a record, from a cursor.
     """
 
     peak_memory: int | None = None  # bytes on the fullest device after the last training here
@@ -82,7 +82,8 @@ class StepLog:
     def __init__(
         self, event: Callable[..., None], progress: Progress, seconds: Mapping[str, float]
     ):
-        self._event, self._progress, self.seconds = event, progress, dict(seconds)
+        self._event, self._progress = event, progress
+        self.seconds: dict[str, float] = dict(seconds)
         self._compiled = False  # The first step of a process, which compiles, stands apart.
         self._pending: tuple[int, Any] | None = None
 
@@ -90,8 +91,8 @@ class StepLog:
         """Starts the log of a task at the first step of its batches."""
         self._batches, self._num_tasks = batches, num_tasks
         if batches.start_step == 0:
-            names = ("images", "seconds", "compile_seconds", "input_wait_seconds")
-            self.seconds = dict.fromkeys(names, 0.0)
+            self.seconds = {"training_images": 0, "training_seconds": 0.0}
+            self.seconds |= {"compile_seconds": 0.0, "input_wait_seconds": 0.0}
         self._event("training", task=batches.task, step=batches.start_step)
         self._restart(batches.start_step)
 
@@ -108,7 +109,7 @@ class StepLog:
             self._restart(step + 1)
             self._compiled = True
         else:
-            self.seconds["images"] += int(batch.weights.sum())
+            self.seconds["training_images"] += int(batch.weights.sum())
         self.look()
         self._pending, self._last = (step, loss), step
 
@@ -150,12 +151,6 @@ class StepLog:
         """Adds up the time of the task and measures its peak memory."""
         self.peak_memory = devices.peak_memory()
         elapsed = self._watch.read()
-        self.seconds["seconds"] += elapsed.seconds
+        self.seconds["training_seconds"] += elapsed.seconds
         self.seconds["compile_seconds"] += elapsed.compile_seconds
         self.seconds["input_wait_seconds"] += self._batches.input_wait_seconds - self._waited
-
-    @property
-    def timing(self) -> dict[str, float]:
-        """Time and images of the last training, under their names in the results."""
-        short = ("images", "seconds")
-        return {f"training_{n}" if n in short else n: value for n, value in self.seconds.items()}

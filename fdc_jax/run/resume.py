@@ -34,13 +34,9 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True):
     task: Count  # from 0
     phase: Phase
     step: Count = 0  # number of steps of a task in training
-    seconds: dict[Name, Measured] = {}  # of the task's training by kind, with its images
+    seconds: dict[Name, Measured] = {}  # of the task's training, by their names in a record
     # Of all planned tasks, which the state has slots for.
     classes_per_task: Annotated[tuple[Positive, ...], Meta(min_length=1)]
-
-    def __post_init__(self) -> None:
-        if self.task >= len(self.classes_per_task):
-            raise ValueError(f"task: expected less than {len(self.classes_per_task)}")
 
     @property
     def trained_tasks(self) -> int:
@@ -131,7 +127,10 @@ def _cursor(folder: Path, saved: dict[str, Any]) -> Cursor:
         saved = saved | {"task": count, "phase": "training"}
         if not step and isinstance(count, int):
             saved |= {"task": count - 1, "phase": "done"}
-    return convert(saved, Cursor, f"{folder}: cursor.")
+    cursor = convert(saved, Cursor, f"{folder}: cursor.")
+    if cursor.task >= len(cursor.classes_per_task):
+        raise InputError(f"{folder}: cursor.task: expected one of the planned tasks")
+    return cursor
 
 
 def _template(
