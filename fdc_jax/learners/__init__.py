@@ -22,6 +22,7 @@ from msgspec import structs
 
 from fdc_jax.errors import InputError, escaped, line, nearest, place
 from fdc_jax.learners.learner import Learner, Replaced, noted
+from fdc_jax.machine.conversion import convert
 
 __all__ = ["Learner", "Replaced", "noted"]
 
@@ -90,9 +91,10 @@ def _import(name: str, field: str) -> type[Learner]:
     if section(name) in (*names(), "name", "preset"):
         raise InputError(f"{field} expected a file with a name of its own, found {section(name)}")
     try:
-        msgspec.convert({}, learner.options())
-    except (TypeError, msgspec.ValidationError) as error:
-        raise InputError(f"{field} {line(error)}") from error
+        options = learner.options()
+        convert(msgspec.to_builtins(options()), options, f"{field} ")
+    except (NameError, TypeError) as error:
+        raise InputError(f"{field} options: {line(error)}") from error
     return learner
 
 

@@ -115,19 +115,20 @@ class Learner:
         """Returns the type of the learner's options, with their defaults on a benchmark.
 
         Raises:
-            TypeError: the class has options and is not decorated.
+            TypeError: an option has no default, or the class with options is no dataclass.
         """
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = dataclasses.fields(cls)[1:]  # without `setup`
         annotated = {name for name in hints if typing.get_origin(hints[name]) is Annotated}
         if annotated - {field.name for field in fields}:
             raise TypeError(
-                f"{cls.__name__} has options and so must be decorated with "
-                "@dataclasses.dataclass(frozen=True)"
+                "a class with options must be decorated with @dataclasses.dataclass(frozen=True)"
             )
         options = []
         for field in fields:
             default = field.default
+            if default is dataclasses.MISSING:
+                raise TypeError(f"expected a default of {field.name}, found none")
             for meta in getattr(hints[field.name], "__metadata__", ()):
                 default = (meta.extra or {}).get("on", {}).get(benchmark, default)
             options.append((field.name, hints[field.name], default))

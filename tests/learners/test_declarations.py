@@ -53,6 +53,21 @@ class Undecorated(Learner):
     reach: Annotated[float, Meta(gt=0)] = 0.5
 
 
+@dataclasses.dataclass(frozen=True)
+class NoDefault(Learner):
+    reach: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DefaultOutOfRange(Learner):
+    reach: Annotated[float, Meta(gt=0)] = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class UnknownType(Learner):
+    reach: "Nothing" = 0.5
+
+
 def in_module(monkeypatch, name, learner=None):
     """Puts a learner where `name` is imported from."""
     module = types.ModuleType(name)
@@ -81,7 +96,10 @@ def test_a_learner_of_the_users_own(monkeypatch):
         ("no_such_learner", None, "expected one of cumulative_lora, .* found 'no_such_learner'"),
         ("json", None, "json: expected a class derived from Learner, found none"),
         ("mine.loda", Mine, "mine.loda: expected a file with a name of its own, found loda"),
-        ("mine.own", Undecorated, r"mine.own: Undecorated .* with @dataclasses\.dataclass\("),
+        ("mine.own", Undecorated, r"mine.own: options: .* with @dataclasses\.dataclass\("),
+        ("mine.own", NoDefault, "mine.own: options: expected a default of reach, found none"),
+        ("mine.own", DefaultOutOfRange, "mine.own: reach: expected a number > 0.0, found 0.0"),
+        ("mine.own", UnknownType, "mine.own: options: name 'Nothing' is not defined"),
     ],
 )
 def test_other_modules_are_refused(monkeypatch, name, learner, message):
