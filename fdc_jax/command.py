@@ -133,9 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with errors.Ending(TITLE, "--traceback" in argv) as ending:
-        words = [word for word in argv if word not in ("--help", "-h")]
-        _parsed(FLAGS, words)
-        if words != argv:
+        chosen = [text for text in argv if text not in ("--help", "-h")]
+        _parsed(FLAGS, chosen)
+        if chosen != argv:
             print(usage(FLAGS.config))
             return 0
         from fdc_jax.machine import devices, processes

@@ -31,14 +31,14 @@ def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
     sizes = [config.classes_per_task]
     for line in re.findall("classes_per_task=(.*)", module.__doc__):
         made = re.sub(r"\$\(printf '(.*)%.0s' \{1\.\.(\d+)\}\)", lambda m: m[1] * int(m[2]), line)
-        words = ["--config=omnibench1k", f"--config.classes_per_task={made}"]
-        sizes.append(command.configured(words).classes_per_task)
+        arguments = ["--config=omnibench1k", f"--config.classes_per_task={made}"]
+        sizes.append(command.configured(arguments).classes_per_task)
     of = [len(stream.task_sizes("omnibench1k", 1000, each)) for each in sizes]
     assert of == [100, 200, 151, 301]
 
 
 @pytest.mark.parametrize(
-    ("field", "words"),
+    ("field", "names"),
     [
         ("precision", vit.PRECISIONS),
         ("data.input_range", (*vit.INPUT_RANGES, "model")),
@@ -46,11 +46,11 @@ def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
         ("train.schedule", training.SCHEDULES),
     ],
 )
-def test_choices_are_the_names_that_the_code_knows(field, words):
+def test_choices_are_the_names_that_the_code_knows(field, names):
     kind = Config
     for name in field.split("."):
         kind = typing.get_type_hints(kind)[name]
-    assert typing.get_args(kind) == tuple(words)
+    assert typing.get_args(kind) == tuple(names)
 
 
 def test_every_field_has_a_description():
@@ -60,7 +60,7 @@ def test_every_field_has_a_description():
 
 def test_help_shows_the_values_of_the_named_configuration(capsys):
     assert "  --config.train.epochs=20  # 0: chosen by the number" in command.usage()
-    own = command.usage(configuration.load("own:inflora"))
+    usage = command.usage(configuration.load("own:inflora"))
     for line in (
         "train.epochs=0  # 0: chosen by",
         "data.test_share=0.2  # ",
@@ -68,7 +68,7 @@ def test_help_shows_the_values_of_the_named_configuration(capsys):
         "learner.inflora.lamb=0.98  # share of energy",
         "data.crop_scale=0.05,1.0  # ",
     ):
-        assert f"\n  --config.{line}" in own
+        assert f"\n  --config.{line}" in usage
 
 
 def test_settings_survive_pickling_with_options_of_all_learners():
@@ -80,7 +80,7 @@ def test_settings_survive_pickling_with_options_of_all_learners():
     assert configuration.of_fields(configuration.flatten(changed)) == changed
 
 
-def test_saved_settings_are_completed_without_those_of_the_host():
+def test_completed_settings_ignore_those_of_the_host():
     saved = {"benchmark": "cifar100", "train.rank": 3, "train.gone": 1, "learner.mine.x": 2.0}
     saved |= {"data.source": "/etc", "learner.name": "mine", "learner.mine.y": [1]}
     actual = configuration.completed(saved)
