@@ -153,21 +153,24 @@ def _read_info(folder: Path) -> Any:
         text = escaped(foreign[0])[:200]
         raise InputError(f"{folder / _FEATURES}: expected feature classes of TFDS, found {text}")
     try:
-        for split in read_object(folder / _INFO).get("splits", ()):
-            template = split.get("filepathTemplate", "")
-            if not re.fullmatch(r"[\w{}.-]*", template):  # Nor a width, such as {SPLIT:999999999}.
-                raise ValueError(f"expected files in its folder, found {escaped(template)[:80]}")
+        description = read_object(folder / _INFO)
+        parts = [split.get("filepathTemplate", "") for split in description.get("splits", ())]
+        for part in (description.get("name", ""), *parts):  # of the names of files
+            if not re.fullmatch(r"[\w{}.-]*", part):  # Nor a width, such as {SPLIT:999999999}.
+                raise ValueError(f"expected files in its folder, found {escaped(part)[:80]}")
         return tfds.builder_from_directory(str(folder)).info
     except Exception as error:  # TFDS raises many types on damaged files.
         raise InputError(f"{folder / _INFO}: cannot read: {escaped(line(error))}") from error
 
 
 def _feature_classes(value: Any) -> Iterator[str]:
-    """Yields the names of Python classes in a part of `features.json`, at every depth."""
+    """Yields the names of Python classes and files in a part of `features.json`."""
     if isinstance(value, dict):
         for key in ("pythonClassName", "type"):  # "type" in files of TFDS before 4.5
             if isinstance(value.get(key), str):
                 yield value[key]
+        if "names_file" in value:  # any file of this machine
+            yield f"names_file={value['names_file']}"
         value = list(value.values())
     if isinstance(value, list):
         for child in value:

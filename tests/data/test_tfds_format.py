@@ -339,6 +339,25 @@ def test_shards_lie_in_their_folder(tmp_path, prepare, opened):
         (folder / "dataset_info.json").write_text(json.dumps(info))
         with pytest.raises(InputError, match="expected files in its folder, found"):
             opened()
+    info["splits"][0]["filepathTemplate"] = ""
+    (folder / "dataset_info.json").write_text(json.dumps(info | {"name": "../../../outside"}))
+    with pytest.raises(InputError, match="expected files in its folder, found"):
+        opened()
+
+
+def test_names_of_classes_come_from_no_other_file(prepare, opened):
+    folder, _ = prepare()
+    (folder / "label.labels.txt").unlink()
+    features = json.loads((folder / "features.json").read_text())
+    label = {"type": f"{MODULES}class_label_feature.ClassLabel"}
+    for file in ("/etc/passwd", "/dev/zero"):
+        label["content"] = {"names_file": file}
+        features["featuresDict"]["features"]["label"] = label
+        described = {"type": f"{MODULES}features_dict.FeaturesDict"}
+        described["content"] = features["featuresDict"]["features"]
+        (folder / "features.json").write_text(json.dumps(described))
+        with pytest.raises(InputError, match=f"features.json: .* found names_file={file}$"):
+            opened()
 
 
 def test_a_damaged_image_is_named_by_its_record(prepare, opened, encode):
