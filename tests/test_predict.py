@@ -181,6 +181,17 @@ def test_grey_of_16_bits_has_the_scale_of_the_run(whole, cache, saved, bits):
     assert actual == [min(value >> (bits - 8), 255) for value in values]
 
 
+def test_further_frames_are_counted(opened, said, files, tmp_path, caplog):
+    pages = [Image.open(file) for file in files[:3]]
+    pages[0].save(tmp_path / "pages.tif", save_all=True, append_images=pages[1:])
+    shutil.copy(files[1], tmp_path / "single.png")
+    for _ in range(2):
+        caplog.clear()
+        same(opened.predict(tmp_path, top=10), said[:2])
+        text = f"skipped frames after the first of: 1 ({tmp_path}/pages.tif)"
+        assert [record.getMessage() for record in caplog.records] == [text]
+
+
 def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
     opened = fdc_jax.open_run(whole)
     opened.config["evaluation.batch_size"] = 4

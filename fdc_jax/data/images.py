@@ -58,7 +58,7 @@ class Facts(NamedTuple):
 def decode(
     encoded: bytes | Image.Image, description: str, upright: bool = False, grey_bits: int = 0
 ) -> Image.Image:
-    """Returns the image in mode RGB, all pixels read.
+    """Returns the image in mode RGB, all pixels read; of a file, `info["frames"]` is their number.
 
     Args:
         encoded: content of a file, or an image of Pillow, which is not changed.
@@ -76,7 +76,10 @@ def decode(
         return np.minimum(values >> (bits - 8), 255).astype(np.uint8)
 
     with _opened(encoded, description) as image:
-        return _rgb(image, upright, upper_bits)
+        pixels = _rgb(image, upright, upper_bits)
+        if isinstance(encoded, bytes):
+            pixels.info["frames"] = _frames(image)
+        return pixels
 
 
 def examine(encoded: bytes, description: str, upright: bool = False) -> Facts:
@@ -86,12 +89,18 @@ def examine(encoded: bytes, description: str, upright: bool = False) -> Facts:
         return np.stack([values >> 8, values & 255, 0 * values], axis=-1).astype(np.uint8)
 
     with _opened(encoded, description) as image:
-        pixels, frames = np.asarray(_rgb(image, upright, both_bytes)), 1
+        pixels = np.asarray(_rgb(image, upright, both_bytes))
         bits = _bits(np.asarray(image)) if _is_sixteen_bits(image) else 0
-        with contextlib.suppress(Exception):  # Damage after the first frame is of no importance.
-            # The second image of an MPO file, which cameras write, is another view of the first.
-            frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
-    return Facts(pixels_sha256(pixels), bits, frames)
+        return Facts(pixels_sha256(pixels), bits, _frames(image))
+
+
+def _frames(image: Image.Image) -> int:
+    """Returns the number of frames or pages; damage after the first is of no importance."""
+    with contextlib.suppress(Exception):
+        # The second image of an MPO file, which cameras write, is another view of the first.
+        if image.format != "MPO":
+            return getattr(image, "n_frames", 1)
+    return 1
 
 
 def grey_scale(wanted: int, facts: Iterable[Facts]) -> int:

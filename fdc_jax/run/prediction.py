@@ -111,6 +111,7 @@ class Predictions:
         config, indices = self.run.config, np.arange(len(self.images))
         sizes = {"image_size": config["encoder.image_size"], "workers": config["data.workers"]}
         self.unreadable.clear()
+        self.images.skipped.paths.clear()
         batches = EvaluationBatches(self.images, indices, None, self.batch_size, **sizes)
         ahead, behind = itertools.tee(batches)
         encoders, tasks = self.run.encoders, (self.num_tasks, 0)[: len(self.calibrator.widths)]
@@ -125,6 +126,8 @@ class Predictions:
                 table = self._table(*(view[readable] for view in views))
                 table.insert(0, "image", [self.images.ids[row] for row in rows[readable]])
                 yield table.set_index(rows[readable]), batch.images[: len(rows)][readable]
+        if self.images.skipped.paths:
+            _log.warning("skipped %s", self.images.skipped.text())
 
     def _table(self, *views: Float[np.ndarray, "n d"]) -> pd.DataFrame:
         """Returns all columns except `image`, from the adapted and the pretrained features."""
@@ -188,7 +191,10 @@ class _NewImages(Dataset):
 
     def image(self, index: int) -> Image.Image:
         try:
-            return super().image(index)
+            image = super().image(index)
+            if image.info.get("frames", 1) > 1:
+                self.skipped.add("frames after the first of", (self.ids[index],))
+            return image
         except InputError as error:
             self.unreadable[index] = str(error)
             return Image.new("RGB", (1, 1))
