@@ -174,11 +174,14 @@ def private_folder(folder: Path) -> Path:
 class InUse(InputError):
     """Another process holds a lock."""
 
-    def __init__(self, folder: Path, holder: str):
+    def __init__(self, lock: Path):
+        self.holder = "another process"
+        with contextlib.suppress(OSError, InputError), open_regular(_name_file(lock)) as file:
+            self.holder = escaped(file.read(200).decode("ascii", "replace"))
         super().__init__(
-            f"{folder} is in use by {holder}; wait for it, stop it or choose another folder"
+            f"{lock.parent} is in use by {self.holder}; wait for it, stop it or choose another "
+            "folder"
         )
-        self.holder = holder
 
 
 @contextlib.contextmanager
@@ -198,7 +201,7 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
         lock.acquire(blocking=False)
     except filelock.Timeout as error:
         if not wait:
-            raise InUse(path.parent, _name_of_holder(path)) from error
+            raise InUse(path) from error
         _log.warning("waiting for another process that holds %s", path)
         lock.acquire()
     except OSError as error:
@@ -219,14 +222,6 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
 
 def _name_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.holder")
-
-
-def _name_of_holder(path: Path) -> str:
-    try:
-        with open_regular(_name_file(path)) as file:
-            return escaped(file.read(200).decode("ascii", "replace"))
-    except (OSError, InputError):
-        return "another process"
 
 
 def holder(path: Path) -> str:
