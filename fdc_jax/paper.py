@@ -501,15 +501,12 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
     running = [run for run in usable if run.state == "running"]
     for run in running:
         _say(f"still running: {run}, by {holder(run.folder / _WORKER)}")
-    done = [RunPaths(run.folder).results_file for run in usable if run.results]
-    if done and not running:
+    if any(run.results for run in usable) and not running:
         page = Path(options.workdir, "report", "report.html")
         with locked(Path(options.workdir, _WORKER), wait=True):
-            if not page.exists() or page.stat().st_mtime < max(
-                file.stat().st_mtime for file in done
-            ):
-                with _stop_on_signals() as stop:
-                    measure_latency(usable, options.quiet, stop)
+            with _stop_on_signals() as stop:
+                measure_latency(usable, options.quiet, stop)
+            if not report.is_current([options.workdir], page.parent):
                 _say(f"writes {page}", options.quiet)
                 hosts = {run.benchmark: configuration.of_host(run.config) for run in usable}
                 report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
@@ -525,8 +522,9 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
 def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None:
     """Measures the inference latency of the first finished run of each benchmark, if unknown."""
     for run in {run.benchmark: run for run in reversed(runs) if run.results}.values():
-        if RunPaths(run.folder).read_latency().contenders:
-            continue
+        with suppress(InputError):  # A damaged file is written again.
+            if RunPaths(run.folder).read_latency().contenders:
+                continue
         _say(f"{run}: measures the latency of inference", quiet)
         try:
             host = configuration.of_host(run.config)

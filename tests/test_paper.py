@@ -1,6 +1,7 @@
 """The command for all runs of the paper: plan, runs in processes of their own, several workers."""
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -167,6 +168,54 @@ def test_lines_that_a_run_writes_while_it_stops_are_shown_once(tmp_path, monkeyp
     with pytest.raises(Interrupted):
         paper.attempt(run, stop, quiet=False)
     assert capsys.readouterr().err.count("seed 1, after task 1/2: raw 1.00\n") == 1
+
+
+LATENCY = {
+    **{"images": 64, "device": "cpu", "versions": {}, "precision": "parity"},
+    "contenders": {
+        name: {"milliseconds": [10.0 * factor, 11.0 * factor], "peak_bytes": None}
+        for name, factor in (("baseline", 1), ("single", 2), ("dual", 3))
+    },
+}
+
+
+def test_later_runs_and_latencies_reach_a_report_dated_ahead(
+    whole, tmp_path, cache, monkeypatch, capsys, no_figures
+):
+    def measure(function, folder, learner, host, stop):
+        if not (tmp_path / "works").exists():
+            raise RuntimeError("the device is busy")
+        (folder / "latency.json").write_text(json.dumps(LATENCY))
+
+    def tables(seeds):
+        """Returns what is printed and the table of latencies; dates the report ahead."""
+        words = ["--benchmarks=digits", "--learners=cumulative_lora", f"--seeds={seeds}"]
+        words += [*SMALL, "--config.calibrators=fdc,gaussians", f"--workdir={tmp_path / 'runs'}"]
+        assert paper.main(words) == 0
+        output = tmp_path / "runs" / "report"
+        year_2100 = 4_102_444_800
+        os.utime(output / "report.html", (year_2100, year_2100))
+        latencies = output / "tables" / "latency.csv"
+        return capsys.readouterr(), latencies.read_text() if latencies.exists() else ""
+
+    monkeypatch.setattr(paper, "_in_new_process", measure)
+    folder = tmp_path / "runs" / "digits" / "cumulative_lora"
+    shutil.copytree(whole, folder / "seed_1")
+    printed, latencies = tables("1")
+    assert "latency is unknown: the device is busy" in printed.err and not latencies
+    assert "writes " in printed.err and "±" not in printed.out
+    shutil.copytree(whole, folder / "seed_2")
+    for name in ("config.json", "results.json"):
+        text = (folder / "seed_2" / name).read_text()
+        text = re.sub(r'("seed": (\[\s+)?)1', r"\g<1>2", text)
+        (folder / "seed_2" / name).write_text(text)
+    printed, latencies = tables("1,2")
+    assert "writes " in printed.err and "±" in printed.out
+    (tmp_path / "works").touch()
+    printed, latencies = tables("1,2")
+    assert "writes " in printed.err and "10.5" in latencies
+    printed, _ = tables("1,2")
+    assert "writes " not in printed.err
 
 
 def children(pid):

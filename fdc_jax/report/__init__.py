@@ -4,6 +4,7 @@ runs (`runs`) -> numbers (`quantities`, `analysis`) -> tables and figures (`tabl
 `reference`, `figures`) -> the screen (`console`) and the page (`page`).
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from fdc_jax.errors import InputError, counted, displayed
-from fdc_jax.machine.files import check_writable_folder, named_path, user_cache, write_text
+from fdc_jax.machine.files import (
+    check_writable_folder,
+    named_path,
+    read_object,
+    sha256,
+    user_cache,
+    write_json,
+    write_text,
+)
+from fdc_jax.machine.versions import versions
+
+_SOURCES = "sources.json"
+# Files of a run whose content is in a report.
+_FILES = (
+    *("config.json", "results.json", "predictions.npz", "latency.json"),
+    *("untrained/results.json", "untrained/predictions.npz"),
+)
 
 
 def write(
@@ -27,6 +44,7 @@ def write(
     """Writes `report.html`, `tables/` and `figures/`; returns the path of the page.
 
     Folders that cannot be used are skipped, and named on standard error and in the page.
+    `sources.json` has the checksums of the runs, see `is_current`.
 
     Args:
         paths: run folders, or folders of run folders at any depth.
@@ -57,6 +75,8 @@ def write(
     check_writable_folder("--output", folder)
     # Errors of the arguments come before any work.
     compared = {Path(path).stem: (path, reference.read(path)) for path in references}
+    # Before the runs are read: a run that changes later makes the report out of date.
+    made_from = _sources(paths, folder, sweep, references)
     groups, skipped = runs.load(paths, data, hosts or {})
     for path, reason in skipped.items():
         say(f"skipped {path}: {reason}")
@@ -86,8 +106,46 @@ def write(
     shown = [pictures.load(group.runs[0]) for group in groups]
     text = page.render(groups, skipped, built, drawn, shown, by_class)
     write_text(folder / "report.html", text)
+    write_json(folder / _SOURCES, made_from)
     if not quiet:
         count = sum(len(group.runs) for group in groups)
         counts = counted(count, "run"), counted(len(groups), "group")
         print(f"{' in '.join(counts)}: {folder / 'report.html'}")
     return folder / "report.html"
+
+
+def is_current(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> bool:
+    """Returns True if `write(paths, output)` would write the report that `output` holds.
+
+    Dates do not count: copies and the clocks of other machines change them.
+    """
+    folder = Path(output)
+    try:
+        made_from = read_object(folder / _SOURCES)
+    except InputError:  # damaged
+        return False
+    return (folder / "report.html").exists() and made_from == _sources(paths, folder)
+
+
+def _sources(
+    paths: Sequence[str | os.PathLike[str]],
+    output: Path,
+    sweep: Mapping[str, Sequence[float]] | None = None,
+    references: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Returns the version of the package, the options, and checksums of all files of a report."""
+    from fdc_jax.report import runs
+
+    checksums: dict[str, dict[str, str]] = {}
+    for folder in runs.folders(paths):
+        files = checksums[os.path.relpath(folder, output)] = {}
+        for name in _FILES:
+            with contextlib.suppress(OSError, InputError):  # missing, or not to be read
+                files[name] = sha256(folder / name)
+    own = versions()
+    return {
+        "version": [own["fdc_jax"], own["commit"]],
+        "sweep": sweep and {name: [*values] for name, values in sweep.items()},
+        "references": {Path(path).name: sha256(path) for path in references},
+        "runs": checksums,
+    }

@@ -153,9 +153,7 @@ def load(
     """
     skipped: dict[Path, str] = {}
     opened: dict[tuple[str, int], Any] = {}
-    named = [named_path("run", path) for path in paths]
-    folders = [folder for path in named for folder in _runs_in(path) or [path]]
-    for folder in {os.path.realpath(folder): folder for folder in folders}.values():
+    for folder in folders(paths):
         try:
             run: Any = open_run(folder, data)
             if host := hosts.get(run.config["benchmark"]):
@@ -173,6 +171,13 @@ def load(
                 "that change no number of the paper's tables"
             )
     return group(list(opened.values())), skipped
+
+
+def folders(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """Returns the run folders at and below paths, each once; a path without a run stands for it."""
+    named = [named_path("run", path) for path in paths]
+    found = [folder for path in named for folder in _runs_in(path) or [path]]
+    return [*{os.path.realpath(folder): folder for folder in found}.values()]
 
 
 def _runs_in(path: Path) -> list[Path]:

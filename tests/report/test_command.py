@@ -1,7 +1,11 @@
 """The command: what it writes, what it says, and what it refuses."""
 
+import os
+import shutil
+
 import pytest
 
+from fdc_jax import report
 from fdc_jax.report import classes, command, pictures, runs, tables
 from tests.report.made_up import predictions, results, write_run
 
@@ -87,3 +91,39 @@ def test_an_error_is_one_line_and_comes_before_any_work(
     assert printed.err.startswith("fdc_jax.report: ") and message in printed.err
     assert printed.err.count("\n") == 1
     assert not (folder / "report").exists()
+
+
+def test_a_report_is_current_by_content_and_not_by_dates(folder, tmp_path, no_figures, monkeypatch):
+    output = tmp_path / "runs" / "report"
+    shutil.rmtree(folder / "b")
+    assert not report.is_current([folder], output)
+    report.write([folder], output, quiet=True)
+    assert report.is_current([folder], output)
+    for path in (output / "report.html", output / "sources.json"):
+        os.utime(path, (0, 0))
+    assert report.is_current([folder], output)
+    copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert report.is_current([copy], copy / "report")
+    year_2100 = 4_102_444_800
+    os.utime(output / "report.html", (year_2100, year_2100))
+    states = {
+        "results.json": lambda path: path.write_text(path.read_text() + " "),
+        "predictions.npz": lambda path: path.unlink(),
+        "latency.json": lambda path: path.write_text("{}"),
+    }
+    for name, change in states.items():
+        change(folder / "a" / name)
+        assert not report.is_current([folder], output), name
+        report.write([folder], output, quiet=True)
+        assert report.is_current([folder], output)
+    write_run(folder / "b", results(benchmark="digits", seed=2), predictions(2))
+    assert not report.is_current([folder], output)
+    report.write([folder], output, quiet=True)
+    with monkeypatch.context() as context:
+        context.setattr(report, "versions", lambda: {"fdc_jax": "9", "commit": None})
+        assert not report.is_current([folder], output)
+    report.write([folder], output, sweep={"neighbours": ()}, quiet=True)
+    assert not report.is_current([folder], output)
+    for text in ("[]", "{", ""):
+        (output / "sources.json").write_text(text)
+        assert not report.is_current([folder], output)
