@@ -106,7 +106,7 @@ def open_folder(
         skipped.add("classes without test images", (class_names[label],))
     digits = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     hash_file, files = cache / f"{name[:50]}-{digits}.json", splits["train"] + splits["test"]
-    by_path = _examine(name, files, hash_file, upright, workers or default_workers(), quiet)
+    by_path, states = _examine(name, files, hash_file, upright, workers or default_workers(), quiet)
     scale = images.grey_scale(grey_bits, by_path.values())
     facts = {split: [by_path[file.path] for file in files] for split, files in splits.items()}
     train_paths = {by_path[file.path].sha256: file.path for file in splits["train"]}
@@ -120,6 +120,16 @@ def open_folder(
 
     def dataset(split: str) -> Dataset:
         files = splits[split]
+
+        def read(index: int) -> bytes:
+            path = files[index].path
+            encoded = content(path)
+            if file_state(path) != states[path]:
+                found = images.examine(encoded, str(path), upright)
+                if found.sha256 != by_path[path].sha256:
+                    raise InputError(f"{path}: expected the image of the start, found another")
+            return encoded
+
         return Dataset(
             name=name,
             split=split,
@@ -127,7 +137,7 @@ def open_folder(
             labels=labels[split],
             ids=tuple(file.name for file in files),
             class_names=class_names,
-            read=lambda index: content(files[index].path),
+            read=read,
             upright=upright,
             grey_bits=scale,
             pixel_hashes=lambda: [fact.sha256 for fact in facts[split]],
@@ -288,8 +298,8 @@ def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, 
 
 def _examine(
     name: str, files: list[ImageFile], store: Path, upright: bool, workers: int, quiet: bool
-) -> dict[Path, images.Facts]:
-    """Returns the facts of every image.
+) -> tuple[dict[Path, images.Facts], dict[Path, FileState]]:
+    """Returns the facts of every image, and the state of its file when they were true.
 
     `store` is the file that remembers facts; it is written even if the pass is interrupted.
     """
@@ -304,7 +314,7 @@ def _examine(
             facts[path] = images.Facts(bytes.fromhex(known.sha256), known.grey_bits, known.frames)
     new = [path for path in states if path not in facts]
     if not new:
-        return facts
+        return facts, states
     unreadable: list[str] = []
 
     def look(path: Path) -> None:
@@ -329,4 +339,4 @@ def _examine(
             f"{name}: {len(unreadable)} of {counted(len(files), 'image')} cannot be read: "
             + "; ".join(sorted(unreadable))
         )
-    return facts
+    return facts, states

@@ -293,6 +293,19 @@ def test_images_of_one_size_are_told_apart_by_content(tmp_path, opened, photo, s
     }
 
 
+def test_an_image_that_changes_during_a_run_is_refused(divided, opened):
+    train, _ = opened(divided)
+    path, other = divided / "train/ant/2.jpg", divided / "train/ant/3.jpg"
+    index, expected = train.ids.index("ant/2.jpg"), path.read_bytes()
+    os.utime(path, ns=(1, 1))
+    assert train.read(index) == expected  # Another date alone is no change.
+    status = path.stat()
+    path.write_bytes(other.read_bytes())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(InputError, match=r"ant/2.jpg: expected the image of the start, found an"):
+        train.image(index)
+
+
 def test_orientation_is_applied_to_images_of_ones_own(divided, opened, photo):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
