@@ -175,11 +175,11 @@ def latencies(options: Any) -> Iterator[Any]:
         model, batch, backbone, views = encoders(options, precision, size)
         images, encode = devices.split(mesh, batch.images), Extractor(model, mesh).encode
         timings = latency.measure(encode, backbone, views, images, fdc, protocol)
-        base, least = (timings["baseline"][name] for name in ("milliseconds", "peak_bytes"))
+        base, least = timings["baseline"].milliseconds, timings["baseline"].peak_bytes
         for name, record in timings.items():
-            clock, peak = np.median(record["milliseconds"]), record["peak_bytes"]
-            more = {"times_baseline": clock / np.median(base), "all": record["milliseconds"]}
-            if peak and precision == "parity":  # The peak of a process never falls.
+            clock, peak = np.median(record.milliseconds), record.peak_bytes
+            more = {"times_baseline": clock / np.median(base), "all": record.milliseconds}
+            if peak and least and precision == "parity":  # The peak of a process never falls.
                 more["mib_over_baseline"] = (peak - least) / 2**20
             seconds = {"clock": clock / 1e3}
             yield row(f"latency, {precision}, {name}, batch {size}", seconds, size) | more

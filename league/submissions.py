@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -30,9 +31,10 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
     optional = (set(records.FACTS) | set(records.OPTIONAL)) - MEASURED
     records.require(facts, "--facts", (), tuple(optional))
     run = fdc_jax.open_run(workdir)
-    if (results := run.results) is None:
+    if run.results is None:
         raise InputError(f"{workdir}: expected a finished run, found no results.json")
-    columns, after = run.predictions, [line["labels"] for line in run.read_records()]
+    results: dict[str, Any] = msgspec.to_builtins(run.results)
+    columns, after = run.predictions, [record.labels for record in run.read_records()]
     label, task = columns["label"], columns["task"]
     scores: dict[str, Any] = {}
     if run.features_folder.is_dir():

@@ -81,8 +81,7 @@ def measured(
         untrained: accuracies of calibrators of `analysis.untrained`.
         latency: content of its `latency.json`.
     """
-    numbers: dict[str, float | None] = dict(untrained or {})
-    numbers |= _accuracies(results, results.learner)
+    numbers = dict(untrained or {}) | _accuracies(results, results.learner)
     if "raw" in numbers:  # Features without heads have no raw logits.
         raw = numbers["raw"]
         numbers |= {f"gain:{name}": value - raw for name, value in numbers.items()}
@@ -93,13 +92,14 @@ def measured(
         curve = [_accuracies(point, results.learner) for point in results.curve]
         means = pd.DataFrame(curve).mean(skipna=False).dropna()
         numbers |= means.add_prefix("aia:").to_dict()
+    known: dict[str, float | None] = dict(numbers)
     for kind, section in _SECTIONS.items():
         values = getattr(results, section).items()
-        numbers |= {f"{kind}:{name}": value for name, value in values}
+        known |= {f"{kind}:{name}": value for name, value in values}
     parts = results.decomposition.items()
-    numbers |= {f"given:{name}": part.oracle_accuracy for name, part in parts}
-    numbers |= _costs(results) | _inference(latency or Latency())
-    return {name: float(value) for name, value in numbers.items() if value is not None}
+    known |= {f"given:{name}": part.oracle_accuracy for name, part in parts}
+    known |= _costs(results) | _inference(latency or Latency())
+    return {name: float(value) for name, value in known.items() if value is not None}
 
 
 def _accuracies(point: Results | Point, learner: str) -> dict[str, float]:
@@ -145,5 +145,5 @@ def _inference(latency: Latency) -> dict[str, float | None]:
             numbers[f"inference_mib:{name}"] = peak and peak / 2**20
         else:
             numbers[f"added_latency_percent:{name}"] = 100 * (mean / base[0] - 1)
-            numbers[f"added_mib:{name}"] = peak and (peak - base[1]) / 2**20
+            numbers[f"added_mib:{name}"] = peak and (peak - (base[1] or 0)) / 2**20
     return numbers
