@@ -33,7 +33,7 @@ from fdc_jax.machine.files import (
 )
 from fdc_jax.model import layouts, vit, weights
 from fdc_jax.run.configuration import OF_A_HOST
-from fdc_jax.run.paths import RunPaths
+from fdc_jax.run.folder import RunFolder
 from fdc_jax.run.records import Results
 from fdc_jax.run.saved import Run, open_run
 
@@ -80,7 +80,7 @@ def write(
             f"learned {len(heads)}; let it finish first"
         )
     with write_folder_atomically(output) as folder:
-        target = RunPaths(folder)
+        target = RunFolder(folder)
         _write_pretrained(run.encoders.pretrained.path, target.weights_file)
         config = _anywhere(run.read_config())
         write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})

@@ -36,7 +36,7 @@ from fdc_jax.report import paper
 from fdc_jax.run import configuration, estimate
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
-from fdc_jax.run.paths import RunPaths
+from fdc_jax.run.folder import RunFolder
 from fdc_jax.run.records import Results
 
 # The table of logit standardisation needs `ls`.
@@ -94,7 +94,7 @@ class Run(NamedTuple):
     @property
     def results(self) -> Results | None:
         """Results of the finished run, or None."""
-        results = RunPaths(self.folder).read_results()
+        results = RunFolder(self.folder).read_results()
         return (
             results if results and results.num_tasks >= estimate.size(self.config).tasks else None
         )
@@ -105,7 +105,7 @@ class Run(NamedTuple):
         fields = configuration.flatten(self.config) | {"seed": [self.seed]}
         if not self.config.train.epochs:  # The run chooses a number.
             del fields["train.epochs"]
-        return RunPaths(self.folder).differing(fields)
+        return RunFolder(self.folder).differing(fields)
 
     @property
     def state(self) -> str:
@@ -116,7 +116,7 @@ class Run(NamedTuple):
             return "done"
         if holder(self.folder / _WORKER):
             return "running"
-        return "begun" if RunPaths(self.folder).config_file.exists() else "to do"
+        return "begun" if RunFolder(self.folder).config_file.exists() else "to do"
 
 
 # The plan -----------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[tuple[float, float]]:
     estimates = []
     for run, results in zip(runs, finished, strict=True):
         kind, size = estimate.kind(run.config), estimate.size(run.config)
-        left = 1 - len(RunPaths(run.folder).recorded_tasks()) / size.tasks
+        left = 1 - len(RunFolder(run.folder).recorded_tasks()) / size.tasks
         speed = speeds.get((*kind, run.learner), speeds.get(kind, math.nan))
         hours = speed * left * estimate.passes(configuration.flatten(run.config), size) / 3600
         gib = math.nan
@@ -523,7 +523,7 @@ def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None
     """Measures the inference latency of the first finished run of each benchmark, if unknown."""
     for run in {run.benchmark: run for run in reversed(runs) if run.results}.values():
         with suppress(InputError):  # A damaged file is written again.
-            if RunPaths(run.folder).read_latency().contenders:
+            if RunFolder(run.folder).read_latency().contenders:
                 continue
         _say(f"{run}: measures the latency of inference", quiet)
         try:

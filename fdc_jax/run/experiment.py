@@ -15,11 +15,11 @@ from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.run import records, resume
 from fdc_jax.run import setup as setups
+from fdc_jax.run.folder import RunFolder
 from fdc_jax.run.images import RunImages
 from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.resume import Cursor, Phase, ResumePoint
 from fdc_jax.run.setup import Setup
-from fdc_jax.run.store import Store
 
 Seconds = dict[str, float]
 
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
     setup: Setup
     seed: int
-    store: Store
+    folder: RunFolder
     checkpoints: Checkpoints
     images: RunImages
     log: StepLog
@@ -53,7 +53,7 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
         TrainingError: a loss is not finite.
         Interrupted: a stop was requested; the same call in a new process resumes.
     """
-    setup, learner, store = work.setup, work.setup.learner, work.store
+    setup, learner, folder = work.setup, work.setup.learner, work.folder
     state, calibrators, num_tasks = point.state, point.calibrators, len(setup.tasks.tasks)
     for task in range(point.cursor.done_tasks, num_tasks):
         cpu_start = time.process_time()
@@ -65,22 +65,22 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
         peak = devices.peak_memory()
         features, extracted = extract(work, task, encoder, heads[task], previous)  # line 4
         memory: dict[str, Any] = {"extraction": devices.peak_rise(peak)}
-        store.keep(task, features)
+        folder.write_features(task, features)
         if task > 0 and not learner.trains:  # E_{t-1} is E_t.
             features = features._replace(previous=features.adapted)
         fitted, memory["fit"] = fit(calibrators, features)  # lines 5 to 13
         timing |= extracted | fitted
-        store.event("statistics", task=task, **timing)
+        folder.event("statistics", task=task, **timing)
         if setup.evaluated[task]:
             record = evaluate(work, task, encoder, heads, calibrators)  # lines 14 to 20
             timing |= work.log.seconds | {"processor_seconds": time.process_time() - cpu_start}
             record.timing = structs.replace(record.timing, **timing)
             record.peak_memory = records.Memory(training=work.log.peak_memory, **memory)
-            store.record(record)
+            folder.write_record(record)
             work.progress.line(evaluation.describe(record, task, num_tasks))
         work.save(ResumePoint(work.cursor(task, "done"), calibrators, state))
-        store.remove_previous(task)
-    store.remove_previous(num_tasks)
+        folder.remove_previous(task)
+    folder.remove_previous(num_tasks)
     for calibrator in calibrators.values():
         calibrator.replace_heads(setups.heads(learner, state, num_tasks))
         calibrator.finalize(release=True)
@@ -97,15 +97,15 @@ def previous_features(
     The features are saved before the task is learned, after which E_{t-1} may be gone. They are
     None if no calibrator reads them.
     """
-    setup, store, seconds = work.setup, work.store, 0.0
+    setup, folder, seconds = work.setup, work.folder, 0.0
     learner = setup.learner
     reads = learner.trains and any(c.reads_previous for c in calibrators.values())
-    features = store.previous(task) if task and reads else None
+    features = folder.previous(task) if task and reads else None
     if task and reads and features is None:
         encoder = learner.encoder(setup.backbone, state, task)
         extraction = work.images.previous_features(task, encoder)
-        store.keep_previous(task, extraction.features)
-        features, seconds = store.previous(task), extraction.seconds
+        folder.write_previous(task, extraction.features)
+        features, seconds = folder.previous(task), extraction.seconds
     return features, {"previous_extraction_seconds": seconds}
 
 
@@ -203,8 +203,8 @@ def evaluate(
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
         columns["class_names"] = np.array(tasks.class_names)
-        work.store.keep_test(views, columns, heads)
-    work.store.event(
+        work.folder.write_test(views, columns, heads)
+    work.folder.event(
         "confusion",  # percentages of images that are routed to an earlier or later task
         task=task,
         earlier={n: 100 * float(np.mean(s.task < true_tasks)) for n, s in scores.items()},

@@ -32,13 +32,13 @@ from fdc_jax.model.weights import by_checksum as weights_by_checksum
 from fdc_jax.run import configuration, resume
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
-from fdc_jax.run.paths import RunPaths, known_of
+from fdc_jax.run.folder import RunFolder, known_of
 from fdc_jax.run.records import PLANNED
 from fdc_jax.run.resume import ResumePoint
 from fdc_jax.run.setup import Encoders
 
 
-class Run(RunPaths):
+class Run(RunFolder):
     """The work directory of one seed, finished or stopped, or its export by `fdc_jax.export`.
 
     The folder may come from a stranger, so that no path in it is used: the caller names code,
@@ -210,7 +210,7 @@ class Run(RunPaths):
 
     def answering(self) -> "Run":
         """Returns the run that predicts: until this run is finished, the run before training."""
-        untrained = RunPaths(self.untrained_folder)
+        untrained = RunFolder(self.untrained_folder)
         if self.results or not untrained.results_file.exists():
             return self
         return Run(untrained.folder, host=self._host)

@@ -17,12 +17,11 @@ from fdc_jax.model import weights
 from fdc_jax.run import configuration, estimate, experiment, results, resume
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
+from fdc_jax.run.folder import RunFolder, known_classes
 from fdc_jax.run.images import RunImages
-from fdc_jax.run.paths import RunPaths, known_classes
 from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.records import Record, Results
 from fdc_jax.run.setup import Setup
-from fdc_jax.run.store import Store
 
 _SLOW_SECONDS = 600.0  # training time from which on a run prints how to shorten it
 
@@ -69,7 +68,7 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
         # Checksums of images are not compared: the user may have added images.
         fields = configuration.flatten(config) | {"weights sha256": setup.pretrained.sha256}
         for seed, folder in folders.items():
-            if differing := RunPaths(folder).differing(fields | {"seed": [seed]}):
+            if differing := RunFolder(folder).differing(fields | {"seed": [seed]}):
                 raise InputError(f"{folder} holds another run: {differing}")
         return f"{describe(setup)}\n{estimate.describe(setup, len(folders))}"
 
@@ -88,52 +87,53 @@ def folders_of(config: Config, workdir: str) -> dict[int, Path]:
     return {seed: folder / f"seed_{seed}" if several else folder for seed in config.seed}
 
 
-def run_seed(setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool) -> Results:
+def run_seed(setup: Setup, seed: int, path: Path, stop: StopRequest, quiet: bool) -> Results:
     """Returns the results of a seed, after training or resuming it if it is not finished."""
-    store = Store(folder, setup, seed)
-    if (finished := store.finished()) is not None:
+    folder, num_tasks, steps = RunFolder(path), len(setup.tasks.tasks), setup.first_steps
+    folder.claim(setup, seed)
+    finished = folder.finished(num_tasks)
+    if finished is not None:
         if not quiet:
-            print(f"{folder}: is finished already", file=sys.stderr)
+            print(f"{path}: is finished already", file=sys.stderr)
         return finished
-    checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints_folder, setup.config.checkpoint.keep)
     point = resume.resume(setup, seed, checkpoints)
-    cursor, steps = point.cursor, setup.first_steps
-    trained, done_steps = cursor.trained_tasks, steps[cursor.trained_tasks] + cursor.step
-    store.check_resumable(cursor.done_tasks, setup.evaluated)
-    if done_steps or trained:
-        store.event("resume", tasks_done=cursor.done_tasks, step=cursor.step)
+    cursor, trained_tasks = point.cursor, point.cursor.trained_tasks
+    folder.check_resumable(cursor.done_tasks, setup.evaluated)
+    if trained_tasks or cursor.step:
+        folder.event("resume", tasks_done=cursor.done_tasks, step=cursor.step)
     if setup.config.untrained and setup.learner.trains:
-        _answer_untrained(setup, seed, folder, stop, quiet, trained)
+        _answer_untrained(setup, seed, path, stop, quiet, trained_tasks)
     label = f"seed {seed}, " if len(setup.config.seed) > 1 else ""
     with contextlib.closing(Progress(quiet, label)) as progress:
-        if trained:
-            progress.line(f"resumes after {trained} of {len(setup.tasks.tasks)} tasks")
-        progress.start(total=steps[-1], done=done_steps)
-        log = StepLog(store.event, progress, cursor.seconds)
+        if trained_tasks:
+            progress.line(f"resumes after {trained_tasks} of {num_tasks} tasks")
+        progress.start(total=steps[-1], done=steps[trained_tasks] + cursor.step)
+        log = StepLog(folder.event, progress, cursor.seconds)
         images = RunImages(setup, seed, stop.poll)
-        work = experiment.Work(setup, seed, store, checkpoints, images, log, progress, stop)
+        work = experiment.Work(setup, seed, folder, checkpoints, images, log, progress, stop)
         calibrators = experiment.run(work, point)
-    saved = processes.on_first(lambda: msgspec.to_builtins(store.read_records()))()
+    saved = processes.on_first(lambda: msgspec.to_builtins(folder.read_records()))()
     collected = results.collect(setup, seed, calibrators, msgspec.convert(saved, list[Record]))
-    store.finish(calibrators, collected)
+    folder.write_results(calibrators, collected)
     return collected
 
 
 def _answer_untrained(
-    setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool, trained_tasks: int
+    setup: Setup, seed: int, path: Path, stop: StopRequest, quiet: bool, trained_tasks: int
 ) -> None:
     """Fits class Gaussians on the frozen encoder; prints their accuracy and the time to train."""
     untrained, config = setups.untrained(setup), setup.config
     if not untrained.config.calibrators:
         return
-    paths = RunPaths(RunPaths(folder).untrained_folder)
+    before = RunFolder(RunFolder(path).untrained_folder)
     if not quiet:
         print("encodes all images once, for an answer before training", file=sys.stderr, flush=True)
-    outcome = run_seed(untrained, seed, paths.folder, stop, quiet=True)
+    outcome = run_seed(untrained, seed, before.folder, stop, quiet=True)
     if quiet:
         return
     accuracy = outcome.accuracy[untrained.config.calibrators]
-    seconds = estimate.seconds_after(setup, paths.read_records(), trained_tasks)
+    seconds = estimate.seconds_after(setup, before.read_records(), trained_tasks)
     training = "the rest of the training" if trained_tasks else "training on top"
     text = f"without training: {accuracy:.1f} %; {training} takes about "
     text += f"{estimate.duration(seconds)} here; Ctrl-C keeps this answer"
