@@ -125,8 +125,8 @@ def open_folder(
             path = files[index].path
             encoded = content(path)
             if file_state(path) != states[path]:
-                found = images.examine(encoded, str(path), upright)
-                if found.sha256 != by_path[path].sha256:
+                now = images.examine(encoded, str(path), upright)
+                if now.sha256 != by_path[path].sha256:
                     raise InputError(f"{path}: expected the image of the start, found another")
             return encoded
 

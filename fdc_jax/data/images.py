@@ -52,7 +52,7 @@ class Facts(NamedTuple):
 
     sha256: bytes  # of size and pixels, 32 bytes
     grey_bits: int  # bits of the largest value of grey of 16 bits, at least 8; 0 for other images
-    frames: int  # frames or pages, of which only the first is read
+    frames: int  # frames or pages; only the first is read
 
 
 def decode(
@@ -131,8 +131,8 @@ def _opened(encoded: bytes | Image.Image, description: str) -> Iterator[Image.Im
             if encoded[4:11] == b"ftyphei" and not HEIC:
                 reason = "HEIC needs a package: pip install pillow-heif"
         if isinstance(error, Image.DecompressionBombError):
-            found, limit = (int(number) for number in re.findall(r"\d+", reason)[:2])
-            reason = f"expected at most {limit:,} pixels, found {found:,}"
+            pixels, limit = (int(number) for number in re.findall(r"\d+", reason)[:2])
+            reason = f"expected at most {limit:,} pixels, found {pixels:,}"
         raise InputError(f"{description}: cannot decode this image: {reason}") from error
 
 

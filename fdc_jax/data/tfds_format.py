@@ -78,8 +78,8 @@ def open_prepared(
         names = TEST_NAMES if split == "test" else (split,)
         stored = next(filter(info.splits.__contains__, names), None)
         if stored is None:
-            found = escaped(", ".join(info.splits))[:200] or "none"
-            raise InputError(f"{folder}: expected the split {split}, found {found}")
+            known = escaped(", ".join(info.splits))[:200] or "none"
+            raise InputError(f"{folder}: expected the split {split}, found {known}")
         records = _Records(info, info.splits[stored], fields)
         state = json.dumps([images.Facts._fields, fields[:3], records.states])
         index_file = cache / f"{name}-{split}-{hashlib.sha256(state.encode()).hexdigest()[:16]}.npz"

@@ -47,7 +47,7 @@ def test_an_archive_is_unpacked_once_until_it_changes(tmp_path, pack, name):
     assert (folder / "top/a/1.txt").read_bytes() == b"another content"
 
 
-def test_archives_of_one_size_and_date_are_told_apart(tmp_path):
+def test_archives_of_equal_size_and_date_are_different(tmp_path):
     path, other = tmp_path / "o.zip", tmp_path / "other"
     pack_zip(path, b"one" * 100)
     pack_zip(other, b"two" * 100)

@@ -271,7 +271,7 @@ def swap_by_copy(first, second):
 
 @pytest.mark.parametrize("swap", [swap_by_name, swap_contents, swap_by_copy])
 @pytest.mark.parametrize("same_dates", [False, True])
-def test_images_of_one_size_are_told_apart_by_content(tmp_path, opened, photo, swap, same_dates):
+def test_swapped_images_of_equal_size_are_noticed(tmp_path, opened, photo, swap, same_dates):
     root = tmp_path / "bitmaps"
     for label, name in enumerate(("ant", "bee")):
         for split, numbers in (("train", (0, 1)), ("test", (2,))):

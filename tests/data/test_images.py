@@ -204,7 +204,7 @@ def test_frames_are_counted_and_the_first_is_read(file_format):
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF"])
-def test_facts_are_those_of_the_decoded_image(photo, encode, file_format):
+def test_facts_agree_with_the_decoded_image(photo, encode, file_format):
     content = encode(photo(20, 10), file_format)
     expected = images.pixels_sha256(np.asarray(images.decode(content, "x")))
     assert images.examine(content, "x") == (expected, 0, 1)

@@ -169,7 +169,7 @@ def test_one_look_is_kept_until_the_data_change(tmp_path, prepare, opened, monke
 
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
-def test_shards_of_one_size_and_date_are_told_apart(prepare, opened, encode, file_format):
+def test_swapped_shards_of_equal_size_are_noticed(prepare, opened, encode, file_format):
     def bitmap(image):
         return encode(image, "BMP")
 
