@@ -269,21 +269,24 @@ def beside(
     other = "paper" if find is paper.find else table
     names, scope = _settings(groups)
     rows: dict[tuple[str, ...], Row] = {}
+    means: dict[tuple[str, ...], Row] = {}  # ours
     numbers = []
     for learner in dict.fromkeys(group.learner for group in groups):
         of_learner = [group for group in groups if group.learner == learner]
         for label, quantity in (lines or partial(_lines, table))(of_learner).items():
+            labels = learners.title(learner), label
             for record in _records(of_learner, quantity, find):
                 numbers.append(record)
-                for kind, cell in _cells(record, names[record["settings"]], other).items():
-                    row = rows.setdefault((learners.title(learner), label, kind), {})
-                    row[paper.benchmark_title(record["benchmark"])] = cell
+                column, ours = paper.benchmark_title(record["benchmark"]), names[record["settings"]]
+                means.setdefault((*labels, ours), {})[column] = record["mean"]
+                for kind, cell in _cells(record, ours, other).items():
+                    rows.setdefault((*labels, kind), {})[column] = cell
     # The user's own benchmarks come first, then the paper's.
     known, present = paper.benchmarks(), [*dict.fromkeys(group.benchmark for group in groups)]
     ordered = sorted(present, key=lambda name: known.index(name) if name in known else -1)
     columns = [*map(paper.benchmark_title, (*ordered, paper.AVERAGE))]
     made = _table(table, rows, scope, numbers, columns)
-    return made._replace(best=_best(made.frame)) if _TEXTS[table].get("best") else made
+    return made._replace(best=_best(made.frame, means)) if "best" in _TEXTS[table] else made
 
 
 def _records(groups: Sequence[Group], quantity: str, find: Find) -> Iterable[Row]:
@@ -317,12 +320,15 @@ def _cells(record: Row, ours: str, other: str) -> dict[str, str]:
     return cells
 
 
-def _best(frame: pd.DataFrame) -> frozenset[tuple[int, int]]:
-    """Returns (row, column) of our largest mean in every column."""
-    compared = frame.index.names[-1] == "numbers"
-    ours = np.array([not compared or str(label[-1]).startswith("ours") for label in frame.index])
-    means = frame.map(lambda cell: float(cell.split()[0]) if isinstance(cell, str) else math.nan)
-    cells = np.argwhere((means.eq(means[ours].max()) & ours[:, None]).to_numpy())
+def _best(frame: pd.DataFrame, means: Mapping[tuple[str, ...], Row]) -> frozenset[tuple[int, int]]:
+    """Returns (row, column) of our largest mean in every column, at the precision of the cells."""
+    if frame.empty:
+        return frozenset()
+    ours = pd.DataFrame([*means.values()], pd.MultiIndex.from_tuples(means))
+    if frame.index.nlevels < ours.index.nlevels:
+        ours = ours.droplevel(-1)
+    shown = ours.reindex(frame.index)[frame.columns].round(2)
+    cells = np.argwhere(shown.eq(shown.max()).to_numpy())
     return frozenset((int(row), int(column)) for row, column in cells)
 
 
