@@ -220,7 +220,7 @@ def _decoded(member: zipfile.ZipInfo) -> str:
     """Returns the name of an entry of a zip; InputError if its encoding cannot be told.
 
     By the standard a name without the mark of UTF-8 is in code page 437. Many programs write UTF-8
-    without the mark, or an encoding of their country, of which only Latin letters can be right.
+    without the mark, or another encoding; Latin letters alone are likely to be right.
     """
     name = member.filename
     if name.isascii() or member.flag_bits & 0x800:
@@ -246,7 +246,7 @@ def _undecodable(name: bytes) -> InputError:
 
 
 class _TarReader:
-    """The bytes of a tar archive, of which at most `left` are read."""
+    """A tar archive that gives at most `left` further bytes."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
