@@ -180,7 +180,7 @@ def test_the_first_signal_is_a_request_and_the_second_ends(number):
         assert process.wait() == 128 + number
 
 
-def test_handlers_are_those_of_before_after_the_loop():
+def test_signal_handlers_are_restored_after_the_loop():
     before = signal.getsignal(signal.SIGTERM)
     with stop_on_signals() as stop:
         signal.raise_signal(signal.SIGTERM)
