@@ -101,9 +101,9 @@ def _growth(square: Any, count: float, images: int) -> Any:
 
 def compare(known: Reference, features: Float[Any, "n d"]) -> tuple[Any, Any]:
     """Returns f and D^2 / 2 of features."""
-    centred = unit(features) - known.middle
+    centred = unit(features) - known.middle[None]
     turned = products(centred, known.precision)
-    nearest = (products(turned, known.means) - known.constants).max(axis=-1)
+    nearest = (products(turned, known.means) - known.constants[None]).max(axis=-1)
     half_squares = (products(centred, known.whole) * centred).sum(axis=-1) / 2
     return nearest - (turned * centred).sum(axis=-1) / 2 + half_squares, half_squares
 

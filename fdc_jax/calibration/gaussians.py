@@ -158,8 +158,8 @@ def class_scores(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[s
     """Returns minus half the squared distance to every class, up to a shared term, by view."""
     scores = {}
     for name, fitted, features in zip(inputs.VIEWS, metrics, views, strict=False):
-        centred = unit(features) - fitted.origin
-        scores[name] = products(centred, fitted.rows) - fitted.constants
+        centred = unit(features) - fitted.origin[None]
+        scores[name] = products(centred, fitted.rows) - fitted.constants[None]
         for factor in fitted.factors:
             scores[name] = scores[name] + products(centred, factor) ** 2 / 2
     return scores

@@ -164,7 +164,9 @@ def retraining(
             rows = jax.lax.dynamic_slice_in_dim(order, first, batch_size)
             weights = (first + jnp.arange(batch_size) < num_drawn).astype(jnp.float32)
             gradients = jax.grad(loss)(heads, features[rows], labels[rows], weights, seen)
-            directions, optimizer_state = transformation.update(gradients, optimizer_state, heads)
+            directions, optimizer_state = training.transformed(
+                transformation, gradients, optimizer_state, heads
+            )
             heads = jax.tree.map(lambda leaf, d: leaf - rate * d, heads, directions)
             return heads, optimizer_state
 
@@ -217,7 +219,7 @@ def cross_entropy_over_all(
     mean norm of one task's logits, unless the temperature is 0.
     """
     if temperature > 0:
-        seen_tasks = seen.any(axis=1)
+        seen_tasks = seen.any(axis=1).astype(jnp.float32)
         squares = jnp.sum(jnp.where(seen[None], logits, 0.0) ** 2, axis=2)
         # The square root has no derivative at 0, the logits of a zero head.
         norms = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)

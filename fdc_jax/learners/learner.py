@@ -241,7 +241,9 @@ class Learner:
         def step(backbone, frozen, trained, optimizer_state, batch, rate):
             value, gradients = self.value_and_gradients(backbone, frozen, trained, batch)
             directions: Any
-            directions, optimizer_state = transformation.update(gradients, optimizer_state, trained)
+            directions, optimizer_state = training.transformed(
+                transformation, gradients, optimizer_state, trained
+            )
             return training.descend(trained, directions, rates, rate), optimizer_state, value
 
         return Update(transformation.init, jax.jit(step, donate_argnums=(2, 3)), schedule)

@@ -211,21 +211,24 @@ class LoDA(Learner):
                 )
                 looked = (trained, optimizer, trained | {"increment": moved})
                 directions: Any
-                directions, optimizer = transformation.update(gradients, optimizer, ahead)
+                directions, optimizer = training.transformed(
+                    transformation, gradients, optimizer, ahead
+                )
                 directions = jax.tree.map(jnp.multiply, frozen["trains"], directions)
                 trained = training.descend(trained, directions, rates, rate)
                 stepped = (trained, optimizer, trained)
                 carry = jax.tree.map(partial(jnp.where, descends), stepped, looked)
-                return carry, descends * value * weights.sum()
+                return carry, jnp.where(descends, value * weights.sum(), 0.0)
 
             key = jax.random.wrap_key_data(frozen["alignment"])
             key_of_length, key_of_groups = jax.random.split(jax.random.fold_in(key, progress.steps))
             present = jnp.zeros(len(frozen["class_mask"])).at[batch.labels].max(batch.weights) > 0
             several = present.sum() > 1
-            length = several * self.look_ahead * jax.random.uniform(key_of_length)
+            length = jnp.where(several, self.look_ahead, 0.0) * jax.random.uniform(key_of_length)
             first = first_group(key_of_groups, present)[batch.labels]
             # A single class is both groups; then only the first half-step counts.
-            groups = [batch.weights * first, batch.weights * jnp.where(several, ~first, first)]
+            second = jnp.where(several, ~first, first)
+            groups = [jnp.where(group, batch.weights, 0.0) for group in (first, second)]
             # A loop over the four passes compiles the encoder once.
             (trained, optimizer, _), totals = jax.lax.scan(
                 one_pass,

@@ -254,7 +254,8 @@ def adam_directions(moments: Moments, gradients: Any) -> tuple[Moments, Any]:
     first = jax.tree.map(lambda m, g: a * m + (1 - a) * g, moments.first, gradients)
     second = jax.tree.map(lambda v, g: b * v + (1 - b) * g**2, moments.second, gradients)
     # 1 - decay^steps; the difference itself would lose four digits at the first step.
-    first_share, second_share = (-jnp.expm1(steps * math.log(decay)) for decay in (a, b))
+    count = steps.astype(jnp.float32)
+    first_share, second_share = (-jnp.expm1(count * math.log(decay)) for decay in (a, b))
     correction = jnp.sqrt(second_share) / first_share
     directions = jax.tree.map(lambda m, v: correction * m / (jnp.sqrt(v) + EPSILON), first, second)
     return Moments(steps, first, second), directions

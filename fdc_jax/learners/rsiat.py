@@ -227,7 +227,9 @@ class RSIAT(Learner):
                 for part, leaves in trained.items()
             }
             directions: Any
-            directions, optimizer = transformation.update(decayed, progress.optimizer, trained)
+            directions, optimizer = training.transformed(
+                transformation, decayed, progress.optimizer, trained
+            )
             rates = {part: jnp.where(frozen["later"], later[part], first[part]) for part in trained}
             trained = training.descend(trained, directions, rates, factor)
             return trained, training.Progress(progress.steps + 1, optimizer), value
@@ -322,7 +324,8 @@ def steering_loss(
     same = labels[:, None] == labels[None]
 
     def mean(costs, counted):
-        return jnp.sum(jnp.where(counted, costs, 0.0)) / (jnp.sum(counted) + PAIR_FLOOR)
+        count = jnp.sum(counted, dtype=jnp.float32)
+        return jnp.sum(jnp.where(counted, costs, 0.0)) / (count + PAIR_FLOOR)
 
     compact = mean(jax.nn.relu(1.0 - cosines), pairs & same)
     separate = mean(jax.nn.relu(cosines - threshold), pairs & ~same)
@@ -348,8 +351,8 @@ def projection_losses(
     alignment = jnp.sum(weights * jnp.mean((features - projected) ** 2, axis=1)) / images
     # A norm has no derivative at zero, the value of slots without a class.
     projected_means = unit(project(projector, jnp.where(mean_mask[:, None], means, 1.0)))
-    mean_of_means = jnp.sum(projected_means * mean_mask[:, None], axis=0)
-    mean_of_means = mean_of_means / jnp.maximum(jnp.sum(mean_mask), 1)
+    mean_of_means = jnp.sum(jnp.where(mean_mask[:, None], projected_means, 0.0), axis=0)
+    mean_of_means = mean_of_means / jnp.maximum(jnp.sum(mean_mask, dtype=jnp.float32), 1.0)
     directions = unit(projected)
     mean_of_images = jnp.sum(jnp.asarray(weights)[:, None] * directions, axis=0) / images
     return alignment, jnp.sum(mean_of_means * mean_of_images)

@@ -145,7 +145,9 @@ def within_minor(
     Their Frobenius norm is that of `reference` divided by `task + 1`.
     """
     minor = jnp.arange(reference.shape[1])[None] >= state.major[:, None]
-    weights = minor[:, :, None] * increments.draw_flat(jax.random.normal, key, reference.shape)
+    weights = minor.astype(jnp.float32)[:, :, None] * increments.draw_flat(
+        jax.random.normal, key, reference.shape
+    )
     drawn = jnp.matmul(state.directions, weights, precision=jax.lax.Precision.HIGHEST)
 
     def norm(A):

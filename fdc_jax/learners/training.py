@@ -90,6 +90,18 @@ def counted(transformation: optax.GradientTransformation) -> Callable[[Any], Pro
     return lambda trained: Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
 
 
+def transformed(
+    transformation: optax.GradientTransformation, gradients: Any, state: Any, trained: Any
+) -> tuple[Any, Any]:
+    """Returns Optax's directions and its new state.
+
+    Optax mixes number types and ranks, which `JAX_NUMPY_DTYPE_PROMOTION` and
+    `JAX_NUMPY_RANK_PROMOTION` may forbid.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return transformation.update(gradients, state, trained)
+
+
 class Update(NamedTuple):
     """A learner's update of its trained leaves.
 

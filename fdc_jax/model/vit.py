@@ -386,7 +386,8 @@ def encode(
     kernels: Any = replaced
     if replaced is not None and "parameters" in replaced:
         backbone, kernels = replaced["parameters"], None
-    features: Any = model.apply({"params": backbone}, images, kernels, *more)
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix bfloat16 and float32.
+        features: Any = model.apply({"params": backbone}, images, kernels, *more)
     return features
 
 

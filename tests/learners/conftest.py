@@ -21,7 +21,8 @@ def one_batch(monkeypatch):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def equal_ranks():
-    """An axis that is missing is an error."""
-    with jax.numpy_rank_promotion("raise"):
-        yield
+def strict():
+    """A missing axis, mixed number types and NaN are errors."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        with jax.debug_nans(True):
+            yield

@@ -196,7 +196,11 @@ def test_of_group_sees_every_row_with_weight():
 
     def function(factor, part):
         rows = jnp.zeros(()) + len(part.labels)
-        return factor * jnp.sum(part.weights * part.labels), part.weights.sum(), rows
+        return (
+            factor * jnp.sum(part.weights * part.labels.astype(jnp.float32)),
+            part.weights.sum(),
+            rows,
+        )
 
     compiled = jax.jit(partial(loda.of_group, function, single_device=True))
     rng = np.random.default_rng(0)

@@ -236,7 +236,7 @@ def test_calibration_against_its_formula(one_batch, monkeypatch, preset):
     gaussians = gaussian_alignment.empty(3, 3, toy.TINY.width)
     gaussians = gaussians._replace(means=toy.random_like(gaussians.means, 0, 1.0))
     seen = learner.setup.classes_of_first(2)
-    heads = toy.random_like(gaussians.means, 1, 1.0) * seen[..., None]
+    heads = np.where(seen[..., None], toy.random_like(gaussians.means, 1, 1.0), 0)
     found = np.asarray(learner.calibrate(heads, gaussians, seen, jax.random.key(0)))
     rates = 0.5 * np.array([1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])
     rows, of_classes = (toy.float64(array)[seen] for array in (heads, gaussians.means))
