@@ -47,7 +47,7 @@ def verdict(group: Group) -> str:
     result = "Better" if gain.low > 0 else "Worse" if gain.high < 0 else unclear
     return (
         f"{result} than no training at all ({METHODS[name].title}): {gain.mean:+.2f} points, 95 % "
-        f"interval {formatting.interval(gain._asdict())}."
+        f"interval {formatting.interval(gain.low, gain.high)}."
     )
 
 

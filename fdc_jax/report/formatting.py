@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from fdc_jax.calibration import METHODS
@@ -23,19 +22,18 @@ def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
     return f"{round(value, digits) + 0.0:{'+' * signed},.{digits}f}"
 
 
-def mean(record: Mapping[str, Any], prefix: str = "", digits: int = 2, signed: bool = False) -> Any:
-    """Formats the mean of a record with its deviation over seeds, if it is known."""
-    std = number(record.get(f"{prefix}std"), digits)
-    text = number(record.get(f"{prefix}mean"), digits, signed)
-    return f"{text} ± {std}" if isinstance(std, str) else text
-
-
-def interval(
-    record: Mapping[str, Any], prefix: str = "", digits: int = 2, signed: bool = True
+def mean(
+    value: float | None, std: float | None = None, digits: int = 2, signed: bool = False
 ) -> Any:
-    """Formats the interval of a record; NaN if it is not known."""
-    ends = [number(record.get(f"{prefix}{end}"), digits, signed) for end in ("low", "high")]
-    return " to ".join(ends) if isinstance(ends[0], str) else math.nan
+    """Formats a mean with its deviation over seeds, if it is known."""
+    text, deviation = number(value, digits, signed), number(std, digits)
+    return f"{text} ± {deviation}" if isinstance(deviation, str) else text
+
+
+def interval(low: float | None, high: float | None, digits: int = 2, signed: bool = True) -> Any:
+    """Formats an interval; NaN if it is not known."""
+    start, end = number(low, digits, signed), number(high, digits, signed)
+    return f"{start} to {end}" if isinstance(start, str) else math.nan
 
 
 def minus(text: str) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,6 +27,26 @@ from fdc_jax.run.saved import open_run
 _EXPECTED: dict[str, Any] = (
     paper.NUMBERS["protocol"]["fields"] | paper.NUMBERS["protocol"]["unstated"]
 )
+
+
+class Row(NamedTuple):
+    """A quantity of a group beside the paper's or another number; None if a number is not known."""
+
+    benchmark: str
+    learner: str
+    calibrator: str
+    quantity: str  # kind, see `quantities.split`
+    mean: float | None = None
+    std: float | None = None  # sample deviation over seeds
+    n: int | None = None  # number of seeds
+    low: float | None = None  # of the 95 % interval
+    high: float | None = None
+    paper_mean: float | None = None
+    paper_std: float | None = None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    settings: str = ""  # title of the group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +125,12 @@ class Group:
             return evaluation.share_of(predicted == label)
         return evaluation.sample_gain(label, columns[f"{over}_label"], predicted)
 
-    def record(self, quantity: str, other: paper.Published | None = None) -> dict[str, Any]:
+    def record(self, quantity: str, other: paper.Published | None = None) -> Row:
         """Returns mean, deviation and interval of a quantity, beside another number.
 
         Accuracies and gains have the interval of `gain`, other quantities Student's t over seeds,
         and the difference Welch's. If the other number has values of our seeds, both numbers are
-        means over these seeds, and the difference is paired. Unknown cells are None.
+        means over these seeds, and the difference is paired.
         """
         values: Any = self.numbers[quantity].dropna()
         calibrator, kind = quantities.split(quantity)
@@ -123,15 +143,24 @@ class Group:
             values, seeds = values[paired], [other.by_seed[seed] for seed in paired]
             ours, gap = evaluation.student(values), evaluation.student(values - seeds)
             other = paper.Published(*evaluation.mean_and_std(seeds), len(seeds))
-        row = {
-            **{"calibrator": calibrator, "quantity": kind},
-            **{"mean": ours.mean, "std": ours.std, "n": len(values)},
-            **{"low": ours.low, "high": ours.high},
-            **{"paper_mean": other and other.mean, "paper_std": other and other.std},
-            **{"difference": gap and gap.mean},
-            **{"difference_low": gap and gap.low, "difference_high": gap and gap.high},
-        }
-        return {name: None if cell != cell else cell for name, cell in row.items()}
+        row = Row(
+            benchmark=self.benchmark,
+            learner=self.learner,
+            calibrator=calibrator,
+            quantity=kind,
+            mean=ours.mean,
+            std=ours.std,
+            n=len(values),
+            low=ours.low,
+            high=ours.high,
+            paper_mean=other and other.mean,
+            paper_std=other and other.std,
+            difference=gap and gap.mean,
+            difference_low=gap and gap.low,
+            difference_high=gap and gap.high,
+            settings=self.title,
+        )
+        return Row(*(None if cell != cell else cell for cell in row))
 
 
 def load(
@@ -278,11 +307,14 @@ def write_summary(group: Group) -> None:
     summary = {name: getattr(group.results, name) for name in fields}
     summary["config"] = group.results.config | {"seed": group.seeds}
     summary |= {"seeds": group.seeds, "settings": group.title}
-    summary["numbers"] = {
-        name: group.record(name, paper.find(group.benchmark, group.learner, name))
-        | {"by_seed": {str(seed): value for seed, value in group.numbers[name].dropna().items()}}
-        for name in group.numbers
-    }
+    summary["numbers"] = {}
+    for name in group.numbers:
+        row = group.record(name, paper.find(group.benchmark, group.learner, name))._asdict()
+        for label in ("benchmark", "learner", "settings"):
+            del row[label]
+        values = group.numbers[name].dropna()
+        row["by_seed"] = {str(seed): value for seed, value in values.items()}
+        summary["numbers"][name] = row
     write_json(folders.pop() / "results.json", summary)
 
 

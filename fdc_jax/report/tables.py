@@ -16,10 +16,10 @@ from fdc_jax.calibration import FDC
 from fdc_jax.machine.files import csv_text, read_json, write_text
 from fdc_jax.report import analysis, formatting, paper, quantities
 from fdc_jax.report.formatting import number
-from fdc_jax.report.runs import Group
+from fdc_jax.report.runs import Group, Row
 
-# A row of a table by heading.
-Row = dict[str, Any]
+# Cells of a row of a table by heading.
+Cells = dict[str, Any]
 # Returns the number beside ours by benchmark, learner and quantity.
 Find = Callable[[str, str, str], paper.Published | None]
 
@@ -116,9 +116,9 @@ def build(groups: Sequence[Group]) -> list[Table]:
 
 def _table(
     name: str,
-    rows: Mapping[tuple[str, ...], Row],
+    rows: Mapping[tuple[str, ...], Cells],
     scope: str = "",
-    numbers: Sequence[Row] = (),
+    numbers: Sequence[Row | Cells] = (),
     columns: Sequence[str] | None = None,
 ) -> Table:
     """Returns a table of `tables.json` without empty rows and columns.
@@ -174,21 +174,24 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
         titles = learners.title(group.learner), paper.benchmark_title(group.benchmark)
         for name in _shown(group):
             kinds = [kind for kind in _KINDS if group.values(f"{kind}{name}")]
-            records = {kind: _record(group, f"{kind}{name}") for kind in kinds}
-            numbers += records.values()
-            gain = {} if name in ("raw", "oracle") else records.get("gain:", {})
+            unknown = Row(group.benchmark, group.learner, name, "")
+            records = dict.fromkeys(_KINDS, unknown)
+            records |= {kind: _record(group, f"{kind}{name}") for kind in kinds}
+            numbers += [records[kind] for kind in kinds]
+            accuracy, right, given, average = (records[kind] for kind in _SHOWN)
+            gain = unknown if name in ("raw", "oracle") else records["gain:"]
             missing = 0.0 if name == "raw" else math.nan
             storage = np.array(group.values(f"storage:{name}") or missing) / 2**20
             rows[*titles, names[group.title], formatting.method_title(name)] = {
-                "accuracy": formatting.mean(records[""]),
-                "95 % interval": formatting.interval(records[""], signed=False),
-                "paper": formatting.mean(records[""], "paper_"),
-                "gain": formatting.mean(gain, signed=True),
-                "interval of the gain": formatting.interval(gain),
-                "right task": formatting.mean(records.get("routing:", {})),
-                "task given": formatting.mean(records.get("given:", {})),
-                "average over tasks": formatting.mean(records.get("aia:", {})),
-                "storage, MiB": formatting.mean(evaluation.student(storage)._asdict()),
+                "accuracy": formatting.mean(accuracy.mean, accuracy.std),
+                "95 % interval": formatting.interval(accuracy.low, accuracy.high, signed=False),
+                "paper": formatting.mean(accuracy.paper_mean, accuracy.paper_std),
+                "gain": formatting.mean(gain.mean, gain.std, signed=True),
+                "interval of the gain": formatting.interval(gain.low, gain.high),
+                "right task": formatting.mean(right.mean, right.std),
+                "task given": formatting.mean(given.mean, given.std),
+                "average over tasks": formatting.mean(average.mean, average.std),
+                "storage, MiB": formatting.mean(*evaluation.mean_and_std(storage)),
             }
     made = _table("calibrators", rows, scope, numbers)
     frame = made.frame.droplevel(made.frame.index.names[:-1]) if len(groups) == 1 else made.frame
@@ -196,13 +199,12 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
 
 
 _KINDS = ("", "gain:", "routing:", "given:", "aia:", "storage:")
+_SHOWN = ("", "routing:", "given:", "aia:")
 
 
 def _record(group: Group, quantity: str, find: Find = paper.find) -> Row:
-    """Returns a quantity of a group as a row of numbers."""
-    labels = {"benchmark": group.benchmark, "learner": group.learner}
-    published = find(group.benchmark, group.learner, quantity)
-    return labels | group.record(quantity, published) | {"settings": group.title}
+    """Returns a quantity of a group beside another number."""
+    return group.record(quantity, find(group.benchmark, group.learner, quantity))
 
 
 def of_tasks(group: Group) -> Table:
@@ -268,8 +270,8 @@ def beside(
     """
     other = "paper" if find is paper.find else table
     names, scope = _settings(groups)
-    rows: dict[tuple[str, ...], Row] = {}
-    means: dict[tuple[str, ...], Row] = {}  # ours
+    rows: dict[tuple[str, ...], Cells] = {}
+    means: dict[tuple[str, ...], Cells] = {}  # ours
     numbers = []
     for learner in dict.fromkeys(group.learner for group in groups):
         of_learner = [group for group in groups if group.learner == learner]
@@ -277,8 +279,8 @@ def beside(
             labels = learners.title(learner), label
             for record in _records(of_learner, quantity, find):
                 numbers.append(record)
-                column, ours = paper.benchmark_title(record["benchmark"]), names[record["settings"]]
-                means.setdefault((*labels, ours), {})[column] = record["mean"]
+                column, ours = paper.benchmark_title(record.benchmark), names[record.settings]
+                means.setdefault((*labels, ours), {})[column] = record.mean
                 for kind, cell in _cells(record, ours, other).items():
                     rows.setdefault((*labels, kind), {})[column] = cell
     # The user's own benchmarks come first, then the paper's.
@@ -293,34 +295,39 @@ def _records(groups: Sequence[Group], quantity: str, find: Find) -> Iterable[Row
     """Yields a learner's records of a quantity, and of its mean over the paper's benchmarks."""
     records = [_record(group, quantity, find) for group in groups if group.values(quantity)]
     yield from records
-    for settings in dict.fromkeys(record["settings"] for record in records):
-        means = {r["benchmark"]: r["mean"] for r in records if r["settings"] == settings}
+    for settings in dict.fromkeys(record.settings for record in records):
+        means = {row.benchmark: row.mean for row in records if row.settings == settings}
         if means.keys() >= {*paper.benchmarks()}:
+            learner, calibrator, kind = records[0][1:4]
             mean = float(np.mean([means[name] for name in paper.benchmarks()]))
-            published = find(paper.AVERAGE, groups[0].learner, quantity)
-            yield dict.fromkeys(records[0]) | {
-                **{name: records[0][name] for name in ("learner", "calibrator", "quantity")},
-                **{"benchmark": paper.AVERAGE, "mean": mean, "settings": settings},
-                **{"paper_mean": published and published.mean},
-                "difference": published and mean - published.mean,
-            }
+            published = find(paper.AVERAGE, learner, quantity)
+            average = Row(paper.AVERAGE, learner, calibrator, kind, mean, settings=settings)
+            if published:
+                gap = mean - published.mean
+                average = average._replace(paper_mean=published.mean, difference=gap)
+            yield average
 
 
 def _cells(record: Row, ours: str, other: str) -> dict[str, str]:
     """Returns the texts of a record by the label of the row."""
-    signed = record["quantity"].startswith(("gain", "added", "correlation", "contribution"))
-    usual = record["n"] in (None, paper.NUMBERS["num_seeds"])
-    cells = {ours: formatting.mean(record, signed=signed) + ("" if usual else f" ({record['n']})")}
-    if record["paper_mean"] is not None:
-        gap = number(record["difference"], signed=True)
-        if isinstance(ends := formatting.interval(record, "difference_", 1), str):
+    signed = record.quantity.startswith(("gain", "added", "correlation", "contribution"))
+    text = formatting.mean(record.mean, record.std, signed=signed)
+    if record.n not in (None, paper.NUMBERS["num_seeds"]):
+        text += f" ({record.n})"
+    cells = {ours: text}
+    if record.paper_mean is not None:
+        gap = number(record.difference, signed=True)
+        ends = formatting.interval(record.difference_low, record.difference_high, 1)
+        if isinstance(ends, str):
             gap += f" ({ends})"
-        cells[other] = formatting.mean(record, "paper_", signed=signed)
+        cells[other] = formatting.mean(record.paper_mean, record.paper_std, signed=signed)
         cells[ours.replace("ours", "difference")] = gap
     return cells
 
 
-def _best(frame: pd.DataFrame, means: Mapping[tuple[str, ...], Row]) -> frozenset[tuple[int, int]]:
+def _best(
+    frame: pd.DataFrame, means: Mapping[tuple[str, ...], Cells]
+) -> frozenset[tuple[int, int]]:
     """Returns (row, column) of our largest mean in every column, at the precision of the cells."""
     if frame.empty:
         return frozenset()
@@ -388,7 +395,7 @@ def of_selection(groups: Sequence[Group]) -> Table:
             for name in paper.benchmarks()
             if (published := paper.find(name, learner, f"gain:{key}"))
         ]
-    numbers: list[Row] = []
+    numbers: list[Cells] = []
     table: Any = pd.DataFrame(gains, columns=["learner", "settings", "choice", "gain"])
     for key, pairs in table.groupby(["learner", "settings", "choice"], sort=False)["gain"]:
         learner, title, choice = key

@@ -104,13 +104,13 @@ def test_common_seeds_are_paired(values):
     ends = [gaps.mean() - reach, gaps.mean() + reach]
     if not gaps.std() > 0:  # Seeds that do not differ give no interval.
         ends = [np.nan, np.nan]
-    columns = [found[f"difference{part}"] for part in ("", "_low", "_high")]
+    columns = [found.difference, found.difference_low, found.difference_high]
     np.testing.assert_allclose(np.array(columns, float), [gaps.mean(), *ends], atol=1e-9)
-    sides = [found["mean"], found["paper_mean"], found["n"]]
+    sides = [found.mean, found.paper_mean, found.n]
     assert sides == pytest.approx([*np.mean(values, axis=0), len(values)])
     # One common seed is no pair to tell a spread from.
     found = group.record("raw", Published(50.0, 1.0, 9, {77: 1.5}))
-    assert (found["difference"], found["n"], found["difference_low"]) == (-1.5, 1, None)
+    assert (found.difference, found.n, found.difference_low) == (-1.5, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_common_seeds_are_paired(values):
 )
 def test_without_both_deviations_there_is_no_interval(ours, std):
     found = group_of(ours).record("raw", Published(71.0, std, 3))
-    assert found["difference"] == np.mean(list(ours.values())) - 71.0
-    assert found["difference_low"] is None
+    assert found.difference == np.mean(list(ours.values())) - 71.0
+    assert found.difference_low is None
 
 
 def test_both_sides_are_shown_as_they_are_paired(tmp_path):
