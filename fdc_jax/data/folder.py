@@ -270,6 +270,9 @@ def _tops(files: Mapping[Path, _Parts], folders: set[_Parts]) -> dict[str, _Part
             test = test_names.get(top)
             return {"train": (*top, "train"), "test": (*top, test)} if test else {"": top}
     names = sorted({folder[0] for folder in folders if folder})[:10]
+    if len(image_folders) == 1:
+        (only,) = image_folders
+        raise InputError(f"expected images of at least two classes, found {'/'.join(only)} alone")
     loose = sum(len(parts) == 1 for parts in files.values())
     outside = f"{counted(loose, 'image')} outside of folders; " if loose else ""
     raise InputError(f"expected {_LAYOUTS}; {outside}found {', '.join(names) or 'no folder'}")

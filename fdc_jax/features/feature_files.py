@@ -265,9 +265,14 @@ def _head(
     if rows != count:
         hint = ""
         if rows in (first + count, sum(counts)):  # probably one head of several tasks
+            own, order = f"{first}:{first + count}", "rows stand task by task"
+            if rows == sum(counts) and np.max(np.concatenate(classes)) < rows:
+                ascending = np.array_equal(classes[t], np.arange(first, first + count))
+                order = order if ascending else "row c is of label c"
+                own = own if ascending else f"np.unique(train_labels_{t})"
             hint = (
                 ", as many as several tasks have together; expected the task's own rows alone, "
-                f"weight[{first}:{first + count}] if rows stand task by task, and so for the bias"
+                f"weight[{own}] if {order}, and so for the bias"
             )
         raise InputError(f"{names[0]}: found {rows} rows for the {count} classes of task {t}{hint}")
     return _TYPES[kind](*(np.array(arrays[name]) for name in names if name in arrays))

@@ -1,6 +1,7 @@
 """All seeds of a configuration, one after the other: `run`."""
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import jax
 import msgspec
 
 from fdc_jax import errors
-from fdc_jax.errors import InputError, StopRequest, counted, stop_on_signals
+from fdc_jax.errors import InputError, Interrupted, StopRequest, counted, stop_on_signals
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked, named_path
@@ -54,8 +55,22 @@ def run(
         all_results = []
         for seed, folder in folders.items():
             stop.poll()
-            all_results.append(run_seed(setup, seed, folder, stop, quiet))
+            with _predict_command(folder):
+                all_results.append(run_seed(setup, seed, folder, stop, quiet))
         return all_results
+
+
+@contextlib.contextmanager
+def _predict_command(folder: Path) -> Iterator[None]:
+    """Adds the command that predicts to the line of a stop after an answer before training."""
+    try:
+        yield
+    except Interrupted as error:
+        before = RunFolder(RunFolder(folder).untrained_folder)
+        if not before.results_file.exists():
+            raise
+        command = f"python -m fdc_jax predict {shlex.quote(str(folder))} IMAGES"
+        raise Interrupted(f"{error}, {command} answers until then") from error
 
 
 def check(config: Config, workdir: str, quiet: bool = False) -> str:

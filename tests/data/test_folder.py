@@ -479,7 +479,13 @@ def flat(root):
         (root / name).rmdir()
 
 
+def one_class(root):
+    for name in [*CLASSES][1:]:
+        shutil.rmtree(root / name)
+
+
 REFUSED = {
+    "one class": (one_class, 0.2, "expected images of at least two classes, found .* alone$"),
     "no image": (
         without_images,
         0.2,

@@ -151,6 +151,13 @@ FAULTS = {
     "growing head": (change(head_weight_1=zeros(4, 4)),
                      r"head_weight_1: found 4 rows for the 2 classes of task 1, as many as several "
                      r"tasks have together; .*, weight\[2:4\]"),
+    "full head, labels in another order": (
+        lambda a: a.update(
+            train_labels_0=3 - a["train_labels_0"], train_labels_1=3 - a["train_labels_1"],
+            test_labels=3 - a["test_labels"], head_weight_0=zeros(4, 4),
+        ),
+        r"weight\[np.unique\(train_labels_0\)\] if row c is of label c",
+    ),
     "one full head": (change(head_weight_0=zeros(4, 4)),
                       r"found 4 rows for the 2 classes of task 0, as many as .*weight\[0:2\]"),
     "head rows": (change(head_weight_1=zeros(3, 4)),

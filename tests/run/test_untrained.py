@@ -1,5 +1,7 @@
 """The answer before training: class Gaussians on the frozen encoder, until the run is finished."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -51,7 +53,8 @@ def test_a_run_answers_before_it_trains(
             self.agree = lambda number: 15 * (folder / "untrained" / "results.json").exists()
 
     folder, fields = tmp_path / "run", config(cache, untrained=True)
-    with pytest.raises(Interrupted):
+    command = re.escape(f"; the same command resumes, python -m fdc_jax predict {folder} IMAGES ")
+    with pytest.raises(Interrupted, match=f"stopped by SIGTERM{command}answers until then$"):
         seeds.run(fields, str(folder), False, Stop())
     accuracy = results(folder / "untrained")["accuracy"]["gaussians"]
     assert accuracy == results(frozen)["accuracy"]["gaussians"]
