@@ -5,12 +5,13 @@ and sends it to the others: a checkpoint fits any number of devices and processe
 need not be shared between hosts.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,6 @@ class Checkpoints:
         first_alone = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
-            enable_async_checkpointing=False,
             cleanup_tmp_directories=not self._read_only,
             create=False,
             lightweight_initialize=True,  # does not read metadata, which may be damaged
@@ -95,7 +95,7 @@ class Checkpoints:
         tree: Any,
         calibrators: Mapping[str, Callable[[Path], None]],
     ) -> None:
-        """Writes a checkpoint, whole or not at all.
+        """Writes a checkpoint, whole or not at all, while the caller goes on.
 
         Args:
             number: its name, larger than those before.
@@ -104,7 +104,7 @@ class Checkpoints:
             calibrators: functions by the name of the file that they write.
 
         Raises:
-            InputError: the checkpoint cannot be written.
+            InputError: this checkpoint or the one before it cannot be written.
         """
         tree = jax.tree.map(np.asarray, devices.to_host(tree))
         items = {
@@ -116,13 +116,29 @@ class Checkpoints:
 
     @processes.on_first
     def _write(self, number: int, items: dict[str, Any], size: int) -> None:
-        try:
+        self.close()
+        with self._writing():
             # Reserves the space once, since Orbax's errors on a full disk are hard to read.
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(file.fileno(), 0, max(size, 1))
             self._manager.save(number, args=ocp.args.Composite(**items), force=True)
-            self._manager.wait_until_finished()
+
+    @processes.on_first
+    def wait(self) -> None:
+        """Waits until the last checkpoint is written; raises InputError if it cannot be."""
+        self.close()
+
+    def close(self) -> None:
+        """Does the same in this process alone, as after an error."""
+        if self._manager is not None:
+            with self._writing():
+                self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, ValueError) as error:
             text = f"cannot write a checkpoint in {self.folder}: {_reason(error)}"
             raise InputError(text) from error

@@ -80,6 +80,7 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
             work.progress.line(evaluation.describe(record, task, num_tasks))
         work.save(ResumePoint(work.cursor(task, "done"), calibrators, state))
         folder.remove_previous(task)
+    work.checkpoints.wait()
     folder.remove_previous(num_tasks)
     for calibrator in calibrators.values():
         calibrator.replace_heads(setups.heads(learner, state, num_tasks))

@@ -120,7 +120,7 @@ def run_seed(setup: Setup, seed: int, path: Path, stop: StopRequest, quiet: bool
     if setup.config.untrained and setup.learner.trains:
         _answer_untrained(setup, seed, path, stop, quiet, trained_tasks)
     label = f"seed {seed}, " if len(setup.config.seed) > 1 else ""
-    with contextlib.closing(Progress(quiet, label)) as progress:
+    with contextlib.closing(checkpoints), contextlib.closing(Progress(quiet, label)) as progress:
         if trained_tasks:
             progress.line(f"resumes after {trained_tasks} of {num_tasks} tasks")
         progress.start(total=steps[-1], done=steps[trained_tasks] + cursor.step)

@@ -45,6 +45,7 @@ def newest(checkpoints):
 def save(checkpoints, number, tree):
     files = {"numbers.npz": lambda path: np.savez(path, number=number)}
     checkpoints.save(number, {"tasks_done": number}, tree, files)
+    checkpoints.wait()
 
 
 @pytest.fixture
@@ -89,6 +90,7 @@ def test_failed_file_fails_the_checkpoint(filled, tmp_path):
 
     with pytest.raises(InputError, match=r"cannot write a checkpoint in .*No space left"):
         filled.save(4, {}, make_tree(), {"numbers.npz": fail})
+        filled.wait()
     assert newest(filled)[0] == 3
 
 
@@ -218,6 +220,7 @@ def killed(source, target, *arguments, **options):
     rename(source, target, *arguments, **options)
 for number in (1, 2):
     checkpoints.save(number, {}, {"A": np.arange(3.0)}, {})
+    checkpoints.wait()
     os.rename = os.replace = killed
 """
 
@@ -234,6 +237,7 @@ def test_every_finished_checkpoint_has_its_manifest(tmp_path):
     kept = Checkpoints(folder)
     assert kept.newest() == (1, {})
     kept.save(2, {}, target, {})
+    kept.wait()
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 
 
@@ -241,3 +245,27 @@ def test_checkpoint_without_a_manifest_is_set_aside(filled, tmp_path):
     (tmp_path / "checkpoints" / "3" / "manifest.json").unlink()
     assert newest(filled)[0] == 2
     assert (tmp_path / "checkpoints_unusable_3").is_dir()
+
+
+def test_full_disk_in_the_background_is_one_line(filled, tmp_path, monkeypatch):
+    """The next save says so, or the end of the run; what was saved before stays."""
+
+    def fail(folder):
+        raise InputError(f"cannot write {folder}: No space left on device")
+
+    for ask in (filled.wait, lambda: filled.save(5, {}, make_tree(), {}), filled.close):
+        with monkeypatch.context() as patch:
+            patch.setattr("fdc_jax.machine.checkpoint.write_manifest", fail)
+            filled.save(4, {}, make_tree(), {})
+            with pytest.raises(InputError, match=r"cannot write a checkpoint in .*No space left"):
+                ask()
+        assert newest(filled)[0] == 3
+
+
+def test_values_of_a_checkpoint_are_those_of_its_save(filled):
+    """Though the arrays change while it is written."""
+    tree = {"A": np.zeros(1000, np.float32)}
+    filled.save(4, {}, tree, {})
+    tree["A"][:] = 1
+    filled.wait()
+    np.testing.assert_array_equal(filled.read(4, tree)["A"], np.zeros(1000))
