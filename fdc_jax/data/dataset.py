@@ -95,36 +95,37 @@ class Dataset:
 def noted(
     train: Dataset, test: Dataset, facts: Mapping[str, Sequence[images.Facts]]
 ) -> tuple[Dataset, Dataset]:
-    """Returns both splits, after `skipped` has all that is to say of their files and pictures.
+    """Returns both splits; adds notes on their files and pictures to `skipped` of `train`.
 
-    `facts` has those of every image by split.
+    `facts` are those of every image, by split.
     """
+    skipped = train.skipped
     for split in (train, test):
-        _note_files(split, facts.get(split.split, ()))
-        _note_two_classes(split)
+        _note_files(split, facts.get(split.split, ()), skipped)
+        _note_two_classes(split, skipped)
     in_train = {*train.pixel_hashes()}
     for name, pixels in zip(test.ids, test.pixel_hashes(), strict=True):
         if pixels in in_train:
-            train.skipped.add("test images that are in train, too", ("test", name))
+            skipped.add("test images that are in train, too", ("test", name))
     return train, test
 
 
-def _note_files(split: Dataset, facts: Sequence[images.Facts]) -> None:
+def _note_files(split: Dataset, facts: Sequence[images.Facts], skipped: Skipped) -> None:
     """Adds files with further frames, and grey of 16 bits, to `skipped`."""
     further = counted(sum(fact.frames - 1 for fact in facts), "frame")
     for name, fact in zip(split.ids, facts, strict=False):
         if fact.frames > 1:
             reason = f"files with {further} after the first in {split.split}"
-            split.skipped.add(reason, (f"{name} has {fact.frames}",))
+            skipped.add(reason, (f"{name} has {fact.frames}",))
         if fact.grey_bits:
             reason = f"grey images whose {split.grey_bits} bits are scaled to 8"
-            split.skipped.add(reason, (split.split, name))
+            skipped.add(reason, (split.split, name))
         if fact.grey_bits > split.grey_bits:
             reason = f"grey images with values of more than {split.grey_bits} bits, which are cut"
-            split.skipped.add(reason, (split.split, name))
+            skipped.add(reason, (split.split, name))
 
 
-def _note_two_classes(split: Dataset) -> None:
+def _note_two_classes(split: Dataset, skipped: Skipped) -> None:
     """Adds pictures in two classes to `skipped`, each with the first image of the same pixels."""
     first_index: dict[bytes, int] = {}
     pairs: list[str] = []
@@ -141,7 +142,7 @@ def _note_two_classes(split: Dataset) -> None:
         text = f"{counted(len(classes), 'pair')} of classes, such as {names}"
         reason = f"the same picture in two classes of {split.split} ({text})"
         for pair in pairs:
-            split.skipped.add(reason, (pair,))
+            skipped.add(reason, (pair,))
 
 
 def class_checksums(*splits: Dataset) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Which source a configuration names, and the benchmarks as folders and archives."""
 
+import dataclasses
 import shutil
 import tarfile
 import zipfile
@@ -11,6 +12,7 @@ from msgspec import structs
 
 from configs import omnibench
 from fdc_jax.data import benchmarks, sources
+from fdc_jax.data.dataset import Skipped, noted
 from fdc_jax.errors import InputError
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
@@ -179,3 +181,15 @@ def test_an_unpacked_archive_that_another_run_reads_stays(tmp_path, pilot):
     with pytest.raises(InputError, match=r"mine.zip: expected train/CLASS/IMAGE"):
         opened()
     assert train.image(0).size == (5, 7)
+
+
+def test_notes_on_both_splits_are_kept_together(plain_source):
+    train = dataclasses.replace(plain_source(4), pixel_hashes=lambda: [b"a", b"a", b"b", b"c"])
+    test = dataclasses.replace(train, split="test", skipped=Skipped())
+    noted(train, test, {})
+    reasons = [reason.partition(" (")[0] for reason in train.skipped.paths]
+    assert sorted(reasons) == [
+        "test images that are in train, too",
+        "the same picture in two classes of test",
+        "the same picture in two classes of train",
+    ]
