@@ -84,14 +84,14 @@ def write(
         first = next((f"{path}: {reason}" for path, reason in skipped.items()), "none was given")
         raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {first}")
     for path, lines in compared.values():
-        reference.check_matches(path, lines, groups)
+        reference.check_matches(path, lines, {(group.benchmark, group.learner) for group in groups})
     for group in tqdm.tqdm(groups, "analyses", disable=hidden, leave=False):
         runs.analyse(group, sweep)
         for reason in group.missing:
             say(f"{group.name}: {reason}")
         runs.write_summary(group)
     built = tables.build(groups)
-    built += [reference.table(path, lines, groups) for path, lines in compared.values()]
+    built += [tables.of_reference(path, lines, groups) for path, lines in compared.values()]
     for table in built:
         table.write(folder / "tables")
     drawn = figures.draw(groups)

@@ -5,29 +5,20 @@ of `quantities`: percent, points, and sample standard deviations over three trai
 benchmark `average` is the mean over all five, `source` the label of a table or section.
 """
 
-import csv
 import functools
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fdc_jax import learners
 from fdc_jax.calibration import FDC
 from fdc_jax.data.benchmarks import BENCHMARKS
+from fdc_jax.report import reference
+from fdc_jax.report.reference import Published
 
 CSV = Path(__file__).with_name("paper.csv")
 AVERAGE = "average"
-
-
-class Published(NamedTuple):
-    """A mean over `n` seeds; NaN if the deviation or the number of seeds is not given."""
-
-    mean: float
-    std: float
-    n: float
-    by_seed: Mapping[int, float] = {}
 
 
 # The content of `paper.json`.
@@ -38,13 +29,7 @@ COMPONENT_TITLES: dict[str, str] = NUMBERS["components"]
 
 @functools.cache
 def _means() -> dict[tuple[str, str, str], Published]:
-    with open(CSV, encoding="utf-8", newline="") as file:
-        rows = [*csv.DictReader(file)]
-    numbers = [[float(row[name] or "nan") for name in ("value", "std", "n")] for row in rows]
-    return {
-        (row["benchmark"], row["learner"], row["quantity"]): Published(mean, std, n)
-        for row, (mean, std, n) in zip(rows, numbers, strict=True)
-    }
+    return reference.published(reference.read(CSV))
 
 
 def benchmarks() -> list[str]:
@@ -67,13 +52,15 @@ def find(benchmark: str, learner: str, quantity: str) -> Published | None:
     name = "full" if name == FDC.name else name
     if name == learners.selected(learner) and kind in ("", "gain"):
         name = "selected"
-    published = _means().get((benchmark, learner, f"{kind}{colon}{name}"))
-    if published is None and benchmark == AVERAGE:
+    key = benchmark, learner, f"{kind}{colon}{name}"
+    if key in _means():
+        return _means()[key]
+    if benchmark == AVERAGE:
         of_sets = [find(name, learner, quantity) for name in benchmarks()]
         means = [one.mean for one in of_sets if one]
         if len(means) == len(of_sets):
             return Published(sum(means) / len(means), math.nan, math.nan)
-    return published
+    return None
 
 
 def plugged() -> list[str]:

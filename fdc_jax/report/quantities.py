@@ -26,7 +26,7 @@ import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.calibration import FDC, METHODS
-from fdc_jax.report import paper
+from fdc_jax.calibration.fdc import COMPONENTS
 from fdc_jax.run.records import Latency, Point, Results, Timing
 
 # Sections of results with a number per calibrator, by prefix.
@@ -35,7 +35,7 @@ _SECTIONS = {
     "routing": "routing_accuracy",
     "storage": "storage_bytes",
 }
-_NAMES = (*METHODS, "oracle", *paper.COMPONENT_TITLES, "selected")
+_NAMES = (*METHODS, "oracle", *COMPONENTS, "selected")
 SWEPT = ("attenuation", "retained_energy", "neighbours", "nearest")
 COSTS = (
     *("training_minutes", "fdc_minutes", "peak_memory_gib", "fdc_peak_memory_gib"),

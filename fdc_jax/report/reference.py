@@ -1,15 +1,15 @@
-"""Tables of our numbers beside those of a CSV file, such as the results of another code.
+"""CSV files of published numbers: the paper's, and results of another code.
 
-The file has a header and the columns of `Line` in any order (docs/report.md). Values with seeds are
+A file has a header and the columns of `Line` in any order (docs/report.md). Values with seeds are
 paired with our runs of the same seeds.
 """
 
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -17,10 +17,16 @@ from msgspec import Meta
 from fdc_jax import evaluation
 from fdc_jax.errors import InputError, did_you_mean, escaped
 from fdc_jax.machine.files import open_regular
-from fdc_jax.report import quantities, tables
-from fdc_jax.report.paper import Published
-from fdc_jax.report.runs import Group
-from fdc_jax.report.tables import Table
+from fdc_jax.report import quantities
+
+
+class Published(NamedTuple):
+    """A mean over `n` seeds; NaN if the deviation or the number of seeds is not given."""
+
+    mean: float
+    std: float
+    n: float
+    by_seed: Mapping[int, float] = {}
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,35 +73,28 @@ def read(path: str | Path) -> list[Line]:
     return [*lines.values()]
 
 
-def check_matches(path: str | Path, lines: Sequence[Line], groups: Sequence[Group]) -> None:
-    """Raises InputError if no line of a file is about one of the groups."""
-    known = {(group.benchmark, group.learner) for group in groups}
+def check_matches(path: str | Path, lines: Iterable[Line], known: set[tuple[str, str]]) -> None:
+    """Raises InputError if no line of a file is about a known benchmark and learner."""
     listed = dict.fromkeys((line.benchmark, line.learner) for line in lines)
     if known.isdisjoint(listed):
-        own, other = (", ".join(map(" ".join, names))[:200] for names in (sorted(known), listed))
+        own = ", ".join(map(" ".join, sorted(known)))[:200]
+        other = ", ".join(map(" ".join, listed))[:200]
         raise InputError(
             f"{path}: expected a line about one of the runs (benchmark and learner {own}), "
             f"found lines about {escaped(other)}"
         )
 
 
-def table(path: str | Path, lines: Sequence[Line], groups: Sequence[Group]) -> Table:
-    """Builds the table of the lines that are about one of the groups."""
-
-    def find(benchmark: str, learner: str, quantity: str) -> Published | None:
-        key = benchmark, learner, quantity
-        rows = [line for line in lines if (line.benchmark, line.learner, line.quantity) == key]
-        if seeds := {line.seed: line.value for line in rows if line.seed is not None}:
-            return Published(*evaluation.mean_and_std([*seeds.values()]), len(seeds), seeds)
-        return Published(rows[0].value, rows[0].std, rows[0].n) if rows else None
-
-    def quantities_of(groups: Sequence[Group]) -> dict[str, str]:
-        return {line.quantity: line.quantity for line in lines if line.learner == groups[0].learner}
-
-    built = tables.beside(groups, "reference", quantities_of, find)
-    stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem.lower())
-    sources = "; ".join(dict.fromkeys(line.source for line in lines if line.source))
-    note = f"{built.note} Reference: {Path(path).name}{f' ({sources})' * bool(sources)}."
-    numbers: Any = built.numbers
-    numbers = numbers.rename(columns=lambda name: name.replace("paper", "reference"))
-    return built._replace(name=f"reference_{stem}", note=note, numbers=numbers)
+def published(lines: Iterable[Line]) -> dict[tuple[str, str, str], Published]:
+    """Returns means by benchmark, learner and quantity; of values with seeds, those over seeds."""
+    same: dict[tuple[str, str, str], list[Line]] = {}
+    for line in lines:
+        same.setdefault((line.benchmark, line.learner, line.quantity), []).append(line)
+    means = {}
+    for key, (first, *others) in same.items():
+        seeds = {line.seed: line.value for line in (first, *others) if line.seed is not None}
+        means[key] = Published(first.value, first.std, first.n)
+        if seeds:
+            mean, std = evaluation.mean_and_std([*seeds.values()])
+            means[key] = Published(mean, std, len(seeds), seeds)
+    return means

@@ -19,6 +19,7 @@ from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import named_path, write_json
 from fdc_jax.report import analysis, paper, quantities
+from fdc_jax.report.reference import Published
 from fdc_jax.run.configuration import COMPARED
 from fdc_jax.run.records import Results
 from fdc_jax.run.saved import open_run
@@ -125,7 +126,7 @@ class Group:
             return evaluation.share_of(predicted == label)
         return evaluation.sample_gain(label, columns[f"{over}_label"], predicted)
 
-    def record(self, quantity: str, other: paper.Published | None = None) -> Row:
+    def record(self, quantity: str, other: Published | None = None) -> Row:
         """Returns mean, deviation and interval of a quantity, beside another number.
 
         Accuracies and gains have the interval of `gain`, other quantities Student's t over seeds,
@@ -142,7 +143,7 @@ class Group:
         if other and (paired := [seed for seed in values.index if seed in other.by_seed]):
             values, seeds = values[paired], [other.by_seed[seed] for seed in paired]
             ours, gap = evaluation.student(values), evaluation.student(values - seeds)
-            other = paper.Published(*evaluation.mean_and_std(seeds), len(seeds))
+            other = Published(*evaluation.mean_and_std(seeds), len(seeds))
         row = Row(
             benchmark=self.benchmark,
             learner=self.learner,

@@ -14,14 +14,15 @@ from tabulate import tabulate
 from fdc_jax import evaluation, learners
 from fdc_jax.calibration import FDC
 from fdc_jax.machine.files import csv_text, read_json, write_text
-from fdc_jax.report import analysis, formatting, paper, quantities
+from fdc_jax.report import analysis, formatting, paper, quantities, reference
 from fdc_jax.report.formatting import number
+from fdc_jax.report.reference import Line, Published
 from fdc_jax.report.runs import Group, Row
 
 # Cells of a row of a table by heading.
 Cells = dict[str, Any]
 # Returns the number beside ours by benchmark, learner and quantity.
-Find = Callable[[str, str, str], paper.Published | None]
+Find = Callable[[str, str, str], Published | None]
 
 
 class Table(NamedTuple):
@@ -337,6 +338,29 @@ def _best(
     shown = ours.reindex(frame.index)[frame.columns].round(2)
     cells = np.argwhere(shown.eq(shown.max()).to_numpy())
     return frozenset((int(row), int(column)) for row, column in cells)
+
+
+# Beside a reference ------------------------------------------------------------------------------
+
+
+def of_reference(path: str | Path, lines: Sequence[Line], groups: Sequence[Group]) -> Table:
+    """Builds the table of the lines of a file that are about one of the groups."""
+    means = reference.published(lines)
+
+    def find(*key: str) -> Published | None:
+        return means[key] if key in means else None
+
+    def quantities_of(groups: Sequence[Group]) -> dict[str, str]:
+        return {line.quantity: line.quantity for line in lines if line.learner == groups[0].learner}
+
+    built = beside(groups, "reference", quantities_of, find)
+    stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem.lower())
+    sources = "; ".join(dict.fromkeys(line.source for line in lines if line.source))
+    source = f" ({sources})" if sources else ""
+    note = f"{built.note} Reference: {Path(path).name}{source}."
+    numbers: Any = built.numbers
+    numbers = numbers.rename(columns=lambda name: name.replace("paper", "reference"))
+    return built._replace(name=f"reference_{stem}", note=note, numbers=numbers)
 
 
 # Selection rule ----------------------------------------------------------------------------------

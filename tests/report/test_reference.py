@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from scipy import stats
 
 from fdc_jax.errors import InputError
-from fdc_jax.report import reference, runs
-from fdc_jax.report.paper import Published
+from fdc_jax.report import reference, runs, tables
+from fdc_jax.report.reference import Published
 from tests.report import made_up
 from tests.report.made_up import results, write_run
 
@@ -129,7 +129,7 @@ def test_both_sides_are_shown_as_they_are_paired(tmp_path):
     groups = runs.load(sorted(tmp_path.iterdir()))[0]
     lines = [f"cifar100,cumulative_lora,raw,{s},{v},,,mine" for s, v in ((1, 61), (2, 52), (9, 99))]
     lines += ["cifar100,cumulative_lora,fdc,,70.5,0.5,3,another paper", "cub200,l2p,raw,,70.5,,,"]
-    table = reference.table("other code.csv", read(tmp_path, *lines), groups)
+    table = tables.of_reference("other code.csv", read(tmp_path, *lines), groups)
     assert table.name == "reference_other_code" and "other code.csv (mine; another" in table.note
     low, high = stats.t.interval(0.95, 1, -1.5, stats.sem([-1.0, -2.0]))
     assert table.frame.reset_index().to_numpy().tolist()[:5] == [
