@@ -263,7 +263,7 @@ class _TarReader:
         return self.last
 
 
-def _in_tar(packed: tarfile.TarFile, reader: _TarReader) -> Iterator[_Member]:
+def _in_tar(packed: Any, reader: _TarReader) -> Iterator[_Member]:
     for member in iter(packed.next, None):
         packed.members.clear()  # tarfile keeps them all
         if member.size < 0:

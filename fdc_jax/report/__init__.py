@@ -26,8 +26,12 @@ from fdc_jax.machine.versions import versions
 _SOURCES = "sources.json"
 # Files of a run whose content is in a report.
 _FILES = (
-    *("config.json", "results.json", "predictions.npz", "latency.json"),
-    *("untrained/results.json", "untrained/predictions.npz"),
+    "config.json",
+    "results.json",
+    "predictions.npz",
+    "latency.json",
+    "untrained/results.json",
+    "untrained/predictions.npz",
 )
 
 
@@ -143,9 +147,8 @@ def _sources(
             with contextlib.suppress(OSError, InputError):  # missing, or not to be read
                 files[name] = sha256(folder / name)
     own = versions()
-    return {
-        "version": [own["fdc_jax"], own["commit"]],
+    options = {
         "sweep": sweep and {name: [*values] for name, values in sweep.items()},
         "references": {Path(path).name: sha256(path) for path in references},
-        "runs": checksums,
     }
+    return {"version": [own["fdc_jax"], own["commit"]], **options, "runs": checksums}
