@@ -22,7 +22,6 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.calibration import FDC, METHODS
@@ -90,8 +89,10 @@ def measured(
     averages = results.average_incremental_accuracy
     if "raw" in averages and averages["raw"] is not None:  # if every task was evaluated
         curve = [_accuracies(point, results.learner) for point in results.curve]
-        means = pd.DataFrame(curve).mean(skipna=False).dropna()
-        numbers |= means.add_prefix("aia:").to_dict()
+        for name in curve[0]:
+            values = [point[name] for point in curve if name in point]
+            if len(values) == len(curve):
+                numbers[f"aia:{name}"] = float(np.mean(values))
     known: dict[str, float | None] = dict(numbers)
     for kind, section in _SECTIONS.items():
         values = getattr(results, section).items()
