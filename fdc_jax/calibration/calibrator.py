@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdc_jax.calibration import inputs, storage
+from fdc_jax.calibration import checks, inputs, storage
 from fdc_jax.errors import InputError
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
@@ -123,6 +123,8 @@ class Calibrator:
         head = self._head(head, task, views[0].shape[1])
         rows = None if head is None else len(head.affine.rows)
         named, counts = inputs.task_classes(labels, task, rows, classes, self.classes)
+        names = [inputs.name_of(f"{view} features", task) for view in inputs.VIEWS]
+        checks.warn_of_rows(dict(zip(names, views, strict=False)), labels)
         self._fit(inputs.TaskInput(task, views, labels, named, counts, head, previous))
 
     def _fit(self, given: inputs.TaskInput) -> None:
@@ -205,6 +207,18 @@ class Calibrator:
         """Drops the values of cached properties."""
         for name in [name for name in vars(self) if name.startswith("_")]:
             delattr(self, name)
+
+    @property
+    def _unit_means(self) -> Sequence[Float[np.ndarray, "c d"]]:
+        """Returns means of classes at unit length, by view; empty if the method has none."""
+        return ()
+
+    def _batch(self, adapted: Any, pretrained: Any, needs_pretrained: bool) -> list[Any]:
+        """Returns the checked features of a batch by view; warns once if views are swapped."""
+        views = inputs.score_views(adapted, pretrained, self.widths, needs_pretrained)
+        if "_swapped" not in vars(self) and checks.warn_of_swapped(views, self._unit_means):
+            self._swapped = True
+        return views
 
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         """Returns a checked head with float32 arrays, or None.

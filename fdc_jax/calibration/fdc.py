@@ -419,11 +419,17 @@ class FDC(Calibrator):
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
         needed = self.settings.pretrained_view_weight > 0.0
-        given = inputs.score_views(adapted, pretrained, self.widths, needed)
+        given = self._batch(adapted, pretrained, needed)
         blocks, count = compiled.blocks_of(given), len(given)
         measured = self._by_block(blocks, self._packed[:count], self.heads)
         fitted = self._packed[:count], self.references[:count], self.settings
         return Terms(blocks[0], measured, *fitted, self.classes)
+
+    @cached_property
+    def _unit_means(self) -> list[Float[np.ndarray, "c d"]]:
+        present = np.concatenate(self.counts) > 0
+        views = zip(*(task.views for task in self.tasks), strict=True)
+        return [np.concatenate([task.prototypes for task in view])[present] for view in views]
 
     @cached_property
     def _packed(self) -> list[PackedTasks]:

@@ -32,7 +32,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Bool, Float, Int
 
-from fdc_jax.calibration import confidence, drift, familiarity, inputs
+from fdc_jax.calibration import checks, confidence, drift, familiarity, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
 from fdc_jax.calibration.compiled import in_blocks, padded, padded_size
 from fdc_jax.calibration.familiarity import OWN_SHARE, shared_precision
@@ -253,6 +253,8 @@ class Gaussians(Calibrator):
         width = given.views[0].shape[1]
         before = inputs.host_array(inputs.feature_array(previous, name, width), name)
         inputs.same_length(before, given.views[0], name)
+        adapted = inputs.name_of("adapted features", given.task)
+        checks.warn_of_rows({adapted: given.views[0], name: before}, given.labels)
         affine = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         counts = np.concatenate(self.counts)
         images, present = int(counts.sum()), int((counts > 0).sum())
@@ -313,8 +315,13 @@ class Gaussians(Calibrator):
         """Returns the features of a batch by view."""
         if not self.views:
             raise InputError("call fit_task for every task first")
-        views = inputs.score_views(adapted, pretrained, self.widths, True)
+        views = self._batch(adapted, pretrained, True)
         return views[1:] if self.view else views
+
+    @property
+    def _unit_means(self) -> Sequence[Float[np.ndarray, "c d"]]:
+        present = np.concatenate(self.counts) > 0
+        return [view.means[present] for view in self.views]
 
     def _by_view(self, views: Sequence[Any]) -> dict[str, Any]:
         """Returns the scores of all classes by view."""

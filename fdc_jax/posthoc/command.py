@@ -148,6 +148,10 @@ def _outcomes(
             refused[name] = str(error)
     if outcomes.keys().isdisjoint(names):
         raise InputError(refused[names[0]])
+    if features.test_labels is not None:
+        confusions = methods.task_confusions(features, outcomes)
+        if warning := methods.shift_warning(confusions):
+            _LOGGER.warning(f"{file}: {warning}")
     return features, outcomes, refused
 
 

@@ -11,9 +11,13 @@ import numpy as np
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import FDC, Calibrator, Scores
 from fdc_jax.calibration.inputs import NotApplicable
+from fdc_jax.errors import counted
 from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine import devices
 from fdc_jax.machine.versions import versions
+
+# Share of test samples in one other task, counted from their own, that betrays shifted labels.
+SHIFTED = 0.5
 
 
 class Outcome(NamedTuple):
@@ -51,6 +55,40 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
     return Outcome(name, calibrator, components, fit, score_seconds)
 
 
+def task_confusions(
+    features: FeatureSet, outcomes: Mapping[str, Outcome]
+) -> dict[str, list[list[int]]]:
+    """Returns the test samples by true task (row) and chosen task (column), by method."""
+    true, count = features.test_tasks, len(features.tasks)
+    return {
+        name: evaluation.task_confusion(true, outcome.scores.task, count).tolist()
+        for name, outcome in outcomes.items()
+    }
+
+
+def shift_warning(confusions: Mapping[str, Any]) -> str:
+    """Returns a warning if labels of training and test are shifted by some tasks, or "".
+
+    Args:
+        confusions: test samples by true task (row) and chosen task (column), by method.
+    """
+    shares = []
+    for confusion in confusions.values():
+        counts = np.asarray(confusion)
+        # Shares of samples that are assigned to the k-th task after their own, cyclically.
+        by_shift = [np.trace(np.roll(counts, -k, axis=1)) for k in range(len(counts))]
+        shares.append(np.array(by_shift) / counts.sum())
+    clearest = max(shares, key=np.max)
+    shift = int(clearest.argmax())
+    if not shift or clearest[shift] < max(SHIFTED, 5 * clearest[0]):
+        return ""
+    return (
+        f"test_labels: {clearest[shift]:.0%} of the test samples are assigned to the task "
+        f"{shift} after that of their label, {clearest[0]:.0%} to their own; the labels of "
+        f"training and test are probably shifted by {counted(shift, 'task')}"
+    )
+
+
 def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     """Returns JSON values by quantity and method, named as in `results.json` of a run.
 
@@ -76,15 +114,12 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
     }
     if labels is None:
         return sizes
-    tasks, count = features.test_tasks, len(features.tasks)
+    tasks = features.test_tasks
     parts = outcomes[FDC.name].components if FDC.name in outcomes else {}
     return {
         **sizes,
         **msgspec.to_builtins(evaluation.measure(scores, labels, tasks)),
-        "task_confusion": {
-            name: evaluation.task_confusion(tasks, answers.task, count).tolist()
-            for name, answers in scores.items()
-        },
+        "task_confusion": task_confusions(features, outcomes),
         "gain": {
             name: evaluation.sample_gain(labels, raw, answers.label)._asdict()
             for name, answers in compared.items()

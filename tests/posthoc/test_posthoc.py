@@ -560,3 +560,19 @@ def test_an_empty_name_is_not_the_current_folder(source, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["", "--method=ncm"]) == 2
     assert "features: expected a path, found none" in capsys.readouterr().err
+
+
+def test_labels_shifted_by_a_task_are_named(tmp_path):
+    with np.load(EXAMPLE) as file:
+        arrays = dict(file)
+    for name in [name for name in arrays if name.startswith(("train_labels", "head_classes"))]:
+        arrays[name] = (arrays[name] + 2) % 10
+    path = tmp_path / "shifted.npz"
+    np.savez(path, **arrays)
+    code, _, error = run(path, "--method=fdc,ncm")
+    assert code == 0
+    (line,) = error.splitlines()
+    pattern = r"WARNING: .*: test_labels: (\d+)% .* the task 1 after .* (\d+)% to their own"
+    there, own = map(int, re.search(pattern, line).groups())
+    assert there > 60 and own < 10
+    assert run(EXAMPLE, "--method=fdc,ncm")[2] == ""

@@ -1,0 +1,140 @@
+"""Warnings of mistakes that the features betray, and none of features without a mistake."""
+
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fdc_jax
+from fdc_jax import calibration
+from fdc_jax.calibration import checks
+from fdc_jax.features import feature_files
+from tests.calibration import test_golden
+
+EXAMPLE = Path(fdc_jax.__file__).parent / "assets" / "example_features.npz"
+METHODS = ("fdc", "gaussians")
+
+
+@pytest.fixture(scope="module")
+def example():
+    return feature_files.load(EXAMPLE)
+
+
+def shuffled(array, seed=0):
+    return np.random.default_rng(seed).permutation(np.asarray(array))
+
+
+def with_task(features, number, **arrays):
+    """Returns features in which some arrays of a task are others."""
+    tasks = [*features.tasks]
+    tasks[number] = tasks[number]._replace(**arrays)
+    return features._replace(tasks=tasks)
+
+
+def fitted(features, method):
+    calibrator = features.fit(calibration.make(method))
+    calibrator.score(features.test_adapted, features.test_pretrained)
+    return calibrator
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("number", [0, 3])
+def test_pretrained_rows_in_another_order_are_named(example, caplog, method, number):
+    rows = shuffled(example.tasks[number].pretrained)
+    fitted(with_task(example, number, pretrained=rows), method)
+    (line,) = lines(caplog)
+    assert line.startswith(f"pretrained features of task {number} (from 0): classes explain ")
+    share, expected, other = map(float, re.findall(r"([\d.]+)%", line))
+    assert share < 8 and expected < 8 and other > 20
+
+
+def test_previous_rows_in_another_order_are_named(example, caplog):
+    rows = shuffled(example.tasks[2].previous)
+    fitted(with_task(example, 2, previous=rows), "gaussians")
+    (line,) = lines(caplog)
+    assert line.startswith("previous features of task 2 (from 0): classes explain ")
+
+
+def test_labels_of_another_order_of_images_are_named(example, caplog):
+    rows = shuffled(example.tasks[1].adapted)
+    fitted(with_task(example, 1, adapted=rows), "ncm")
+    (line,) = lines(caplog)
+    assert line.startswith("adapted features of task 1 (from 0): classes explain ")
+    assert "the pretrained features of task 1" in line
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_swapped_views_are_named_once_also_after_reading(example, caplog, tmp_path, method):
+    calibrator = fitted(example, method)
+    calibrator.save(tmp_path / "calibrator.npz")
+    for given in (calibrator, calibration.load(tmp_path / "calibrator.npz")):
+        caplog.clear()
+        for _ in range(2):
+            given.score(example.test_pretrained, example.test_adapted)
+        (line,) = lines(caplog)
+        share, rows = map(int, re.search(r"(\d+)% of (\d+) rows differ", line).groups())
+        assert share >= 85 and rows == checks.ROWS
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_features_without_a_mistake_give_no_warning(example, caplog, method):
+    calibrator = fitted(example, method)
+    for label in np.unique(example.test_labels):  # batches of one class
+        rows = np.flatnonzero(example.test_labels == label)
+        rows = np.resize(rows, checks.ROWS)
+        calibrator.score(example.test_adapted[rows], example.test_pretrained[rows])
+    assert not lines(caplog)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_golden_features_give_no_warning(caplog, method):
+    test_golden.fitted(method, {}).score(*test_golden.inputs())
+    assert not lines(caplog)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_features_give_no_warning(caplog, seed):
+    rng, calibrator = np.random.default_rng(seed), calibration.make("gaussians")
+    views = [rng.normal(size=(3, 120, 24)).astype(np.float32) for _ in range(3)]
+    for task in range(3):
+        adapted, pretrained, previous = (view[task] for view in views)
+        labels = 4 * task + rng.integers(0, 4, 120)
+        before = previous if task else None
+        calibrator.fit_task(adapted, labels, pretrained=pretrained, previous=before)
+    for batch in range(20):
+        noise = np.random.default_rng((seed, batch)).normal(size=(2, 32, 24))
+        calibrator.score(*noise.astype(np.float32))
+    assert not lines(caplog)
+
+
+@pytest.mark.parametrize(("classes", "of_class"), [(1, 40), (2, 1), (40, 1), (3, 2), (200, 4)])
+def test_compared_rows_are_few_and_of_several_per_class(classes, of_class):
+    labels = np.repeat(np.arange(classes), of_class)
+    rows = checks.compared_rows(labels)
+    assert len(rows) <= checks.CLASSES * checks.OF_CLASS
+    _, counts = np.unique(labels[rows], return_counts=True)
+    assert all(counts > 1)
+
+
+def test_the_explained_share_is_the_between_class_share():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 60)
+    features = rng.normal(size=(60, 5)) + 2.0 * labels[:, None]
+    means = np.stack([features[labels == label].mean(axis=0) for label in range(3)])
+    within = np.square(features - means[labels]).sum()
+    total = np.square(features - features.mean(axis=0)).sum()
+    actual = checks.explained(features, labels)
+    assert actual.share == pytest.approx(1 - within / total)
+    assert actual.expected == pytest.approx(2 / 59, rel=0.5)
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_kept(caplog):
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        yield
