@@ -115,7 +115,7 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     setup, log, calibrators = work.setup, work.log, point.calibrators
     learner, update, backbone = setup.learner, setup.update, setup.backbone
     mesh, interval = learner.setup.mesh, setup.config.checkpoint.every_steps
-    first_step, epochs = point.cursor.step if task == point.cursor.task else 0, setup.epochs
+    first_step = point.cursor.step if task == point.cursor.task else 0
     images = work.images.task_images(task)
     if first_step == 0:
         new = learner.before_task(backbone, state, task, images)
@@ -123,11 +123,12 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     started = setups.start_task(learner, update, backbone, state, task, work.seed)
     frozen, trained, optimizer = started
     if first_step > 0:
-        trained, optimizer = point.training["trained"], point.training["optimizer"]
-    batches = work.images.batches(task, epochs, start_step=first_step)
+        trained = point.training["trained"]
+        optimizer = point.training["optimizer"]
+    batches = work.images.batches(task, setup.epochs, start_step=first_step)
     log.begin(batches, len(setup.tasks.tasks))
     for step, batch in enumerate(batches, start=first_step):
-        rate = setup.schedule(step // batches.steps_per_epoch, epochs)
+        rate = setup.schedule(step // batches.steps_per_epoch, setup.epochs)
         sharded = devices.split(mesh, batch)
         trained, optimizer, loss = update.step(backbone, frozen, trained, optimizer, sharded, rate)
         log.step(step, loss, batch)
@@ -178,7 +179,8 @@ def fit(
     """
     seconds, compiled, rises = {}, {}, {}
     for name, calibrator in calibrators.items():
-        peak, watch = devices.peak_memory(), devices.Stopwatch()
+        peak = devices.peak_memory()
+        watch = devices.Stopwatch()
         features.fit(calibrator)
         calibrator.finalize()
         seconds[name], compiled[name] = watch.read()
@@ -192,7 +194,8 @@ def evaluate(
     """Returns the accuracies after a task (lines 14 to 20); saves predictions after the last."""
     tasks = work.setup.tasks
     seen = tasks.test_tasks <= task
-    labels, true_tasks = tasks.test_labels[seen], tasks.test_tasks[seen]
+    labels = tasks.test_labels[seen]
+    true_tasks = tasks.test_tasks[seen]
     adapted, pretrained = work.images.test_features(len(labels), encoder)
     views = adapted.features, pretrained and pretrained.features
     scores, components, seconds = score(calibrators, heads, *views)

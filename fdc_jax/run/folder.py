@@ -176,9 +176,9 @@ class RunFolder:
             old_count = len(saved[PLANNED])
             if old_count != len(planned) and task_count:
                 _log.warning(
-                    "%s: the run was planned for %d tasks and is now planned for %d; %s: results "
-                    "differ from those of a run that was planned for %d from the start",
-                    *(self.folder, old_count, len(planned), task_count, len(planned)),
+                    f"{self.folder}: the run was planned for {old_count} tasks and is now planned "
+                    f"for {len(planned)}; {task_count}: results differ from those of a run that "
+                    f"was planned for {len(planned)} from the start"
                 )
             write_json(self.config_file, content)
 
@@ -191,7 +191,8 @@ class RunFolder:
             InputError: only the images have changed, and a class that the run knows is gone or has
                 other images.
         """
-        known, classes = known_of(saved), new[CLASSES]
+        known = known_of(saved)
+        classes = new[CLASSES]
         changed = [name for name in known.classes if known.classes[name] != classes.get(name)]
         if changed and changes <= _GROWING:
             present = "other images" if changed[0] in classes else "no such class"

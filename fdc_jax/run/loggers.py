@@ -25,7 +25,8 @@ class Loggers:
 
     def add(self, event: dict[str, Any]) -> None:
         """Passes an event on, unless it is a repetition after a stop within a task."""
-        kind, task = event["event"], event.get("task", 0)
+        kind = event["event"]
+        task = event.get("task", 0)
         key = kind, task, event.get("epoch")
         values = {name: value for name, value in event.items() if name not in _KEYS}
         if not self._names or not values or key in self._seen:

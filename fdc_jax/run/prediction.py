@@ -84,7 +84,10 @@ class Predictions:
         self.run = run = answering
         self.top, self.method = top, method or run.best_calibrator
         self.images = _NewImages(
-            *("images", "", "", np.zeros(len(named_images), np.int32)),
+            name="images",
+            split="",
+            partition="",
+            labels=np.zeros(len(named_images), np.int32),
             ids=tuple(name for name, _ in named_images),
             class_names=(),
             read=lambda index: _content(named_images[index][1]),
@@ -134,7 +137,9 @@ class Predictions:
         calibrator, columns, evidence = self.calibrator, {}, {}
         if isinstance(calibrator, FDC):
             terms = calibrator.terms(*views)
-            scores, by_class, evidence = terms.fuse(), terms.by_class(), parts_of_score(terms)
+            scores = terms.fuse()
+            by_class = terms.by_class()
+            evidence = parts_of_score(terms)
         else:
             by_class = calibrator.class_scores(*views)
             scores = best_by_task(by_class, calibrator.classes)

@@ -123,10 +123,11 @@ def newest(encoders: Encoders, seed: int, checkpoints: Checkpoints) -> ResumePoi
 def _cursor(folder: Path, saved: dict[str, Any]) -> Cursor:
     """Returns the cursor of a checkpoint; version 0.2.0 counted the tasks that were trained."""
     if "tasks_done" in saved:
-        step, count = saved.get("step"), saved["tasks_done"]
-        saved = saved | {"task": count, "phase": "training"}
-        if not step and isinstance(count, int):
-            saved |= {"task": count - 1, "phase": "done"}
+        count = convert(saved["tasks_done"], int, f"{folder}: cursor.tasks_done")
+        if saved.get("step"):
+            saved = saved | {"task": count, "phase": "training"}
+        else:
+            saved = saved | {"task": count - 1, "phase": "done"}
     cursor = convert(saved, Cursor, f"{folder}: cursor.")
     if cursor.task >= len(cursor.classes_per_task):
         raise InputError(f"{folder}: cursor.task: expected one of the planned tasks")

@@ -87,7 +87,8 @@ class Run(RunFolder):
         self.config: dict[str, Any] = {
             name: value for name, value in saved.items() if " " not in name
         }
-        self._weights_sha256, self._planned = saved["weights sha256"], saved[PLANNED]
+        self._weights_sha256 = saved["weights sha256"]
+        self._planned = saved[PLANNED]
         self._known = known_of(saved)
         self._host = dict(host or {})
         if data_dir is not None:
@@ -218,9 +219,11 @@ class Run(RunFolder):
     @property
     def unfinished(self) -> str:
         """Progress of a run without results, with the folder of its answer before training."""
-        before, done = self.answering().folder, counted(len(self.recorded_tasks()), "task")
-        hint = f"; {before} has its answer before training" * (before != self.folder)
-        return f"unfinished: no results.json, {done} done{hint}"
+        text = f"unfinished: no results.json, {counted(len(self.recorded_tasks()), 'task')} done"
+        before = self.answering().folder
+        if before != self.folder:
+            text += f"; {before} has its answer before training"
+        return text
 
     @functools.cached_property
     def calibrators(self) -> list[str]:
@@ -262,11 +265,13 @@ class Run(RunFolder):
         if name not in self.calibrators:
             names = ", ".join(self.calibrators)
             raise InputError(f"{self.folder}: has no calibrator {name}, expected one of {names}")
-        path, fresh = self.calibrator_file(name), calibration.make(name)
+        path = self.calibrator_file(name)
         finished = path.exists()
-        loaded = (
-            calibration.load(path) if finished else copy.deepcopy(self._point.calibrators[name])
-        )
+        if finished:
+            loaded = calibration.load(path)
+        else:
+            loaded = copy.deepcopy(self._point.calibrators[name])
+        fresh = calibration.make(name)
         if type(loaded) is not type(fresh) or vars(loaded).get("view") != vars(fresh).get("view"):
             raise InputError(f"{path}: expected a calibrator {name}, found {type(loaded).__name__}")
         sizes = self._planned[: self.num_tasks if finished else loaded.num_tasks]

@@ -90,7 +90,8 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
 
 def _set_up(config: Config, workdir: str, quiet: bool) -> tuple[Setup, dict[int, Path]]:
     """Returns the set-up of a configuration and the folder of each seed, after all checks."""
-    folders, sizes = folders_of(config, workdir), configuration.flatten(config)["classes_per_task"]
+    folders = folders_of(config, workdir)
+    sizes = configuration.flatten(config)["classes_per_task"]
     _check_workdir(named_path("--workdir", workdir), len(folders) > 1)
     known = known_classes(list(folders.values()), sizes)
     return processes.together(lambda: setups.build(config, quiet, known)), folders
@@ -98,14 +99,16 @@ def _set_up(config: Config, workdir: str, quiet: bool) -> tuple[Setup, dict[int,
 
 def folders_of(config: Config, workdir: str) -> dict[int, Path]:
     """Returns the folder of each seed: the work directory, or for several seeds `seed_N` in it."""
-    folder, several = named_path("--workdir", workdir), len(config.seed) > 1
+    folder = named_path("--workdir", workdir)
+    several = len(config.seed) > 1
     return {seed: folder / f"seed_{seed}" if several else folder for seed in config.seed}
 
 
 def run_seed(setup: Setup, seed: int, path: Path, stop: StopRequest, quiet: bool) -> Results:
     """Returns the results of a seed, after training or resuming it if it is not finished."""
-    folder, num_tasks, steps = RunFolder(path), len(setup.tasks.tasks), setup.first_steps
+    folder = RunFolder(path)
     folder.claim(setup, seed)
+    num_tasks = len(setup.tasks.tasks)
     finished = folder.finished(num_tasks)
     if finished is not None:
         if not quiet:
@@ -123,6 +126,7 @@ def run_seed(setup: Setup, seed: int, path: Path, stop: StopRequest, quiet: bool
     with contextlib.closing(checkpoints), contextlib.closing(Progress(quiet, label)) as progress:
         if trained_tasks:
             progress.line(f"resumes after {trained_tasks} of {num_tasks} tasks")
+        steps = setup.first_steps
         progress.start(total=steps[-1], done=steps[trained_tasks] + cursor.step)
         log = StepLog(folder.event, progress, cursor.seconds)
         images = RunImages(setup, seed, stop.poll)
