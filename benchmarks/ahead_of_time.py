@@ -29,10 +29,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks import measure, synthetic
 from fdc_jax import learners
 from fdc_jax.calibration import fdc
-from fdc_jax.calibration.compiled import padded_size
-from fdc_jax.calibration.statistics import PackedTasks
+from fdc_jax.calibration.statistics import Task, View
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
+from fdc_jax.heads import LinearHead
 from fdc_jax.learners import ewc_lora, second_moments
 from fdc_jax.model import operations, vit
 
@@ -114,26 +114,13 @@ PASSES = {"inflora": attention_moments, "ewc_lora": squared_gradients}
 
 def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Program:
     """Returns FDC's scoring of `rows` images in two views, with 128 directions per task."""
-
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    tasks, head_rows = padded_size(tasks, 8), padded_size(classes, 4)
-    classes = padded_size(classes + 1, 8) - 1
-    shapes = ((width,), (128, width), (), (classes + 1, width), (classes,), (2,), (2,), (2,))
-    statistics = [array(tasks, *shape) for shape in shapes]
-    packed_heads = array(tasks, 2 * head_rows, width), array(tasks, head_rows)
-    views = [PackedTasks._make([*statistics, heads]) for heads in (packed_heads, None)]
-    ratios = [array(3)] * 2
-
-    def score(views, ratios, *features):
-        measure_view = partial(fdc.measure, gamma=0.5, neighbours=1, normalised=False)
-        measured = list(map(measure_view, features, views))
-        return fdc.fuse(measured, views, ratios, (1.0, 1.0), (True, 1.0, 1.0, False))
-
+    view = View(np.zeros(width), np.zeros((128, width)), np.zeros((classes, width)))
+    heads = [LinearHead(np.zeros((classes, width)), np.zeros(classes))] * tasks
+    packed = fdc.pack([Task([view, view])] * tasks, [np.ones(classes)] * tasks, heads)
+    features, ratios = [np.zeros((rows, width), np.float32)] * 2, [np.zeros(3, np.float32)] * 2
+    arguments = features, packed, ratios, fdc.Settings(), fdc.Switches()
     first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
-    arguments = _sharded(first, (views, ratios, array(rows, width), array(rows, width)))
-    return Program(jax.jit(score), arguments, rows)
+    return Program(fdc.calibrated, _sharded(first, jax.device_put(arguments)), rows)
 
 
 def _sharded(mesh: Mesh, tree: Any, split: type | tuple = ()) -> Any:

@@ -3,8 +3,8 @@
     python -m fdc_jax latency WORKDIR...
 
 Raw logits (baseline), FDC with E_T (single) and FDC with E_T and E_0 (dual) predict the same batch
-of test images. Images and statistics are on the device before the clock starts, and TSF is part of
-the heads. The report reads the result, `latency.json` in the work directory.
+of test images. Images and statistics are on the device before the clock starts. The report reads
+the result, `latency.json` in the work directory.
 """
 
 import argparse
@@ -52,20 +52,18 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
         copied.settings = msgspec.structs.replace(copied.settings, pretrained_view_weight=0.0)
         copied.tasks = [task._replace(views=task.views[:1]) for task in copied.tasks]
         copied.references, copied.widths = copied.references[:1], copied.widths[:1]
-    terms = copied.terms(*(np.zeros((1, width), np.float32) for width in copied.widths))
-    settings, labels = copied.settings, np.concatenate(copied.classes)
+    _, packed = copied.batch(*(np.zeros((1, width), np.float32) for width in copied.widths))
+    settings = jax.device_put((copied.settings, fdc.Switches()))
     starts = np.cumsum([0, *map(len, copied.classes)])[:-1]
-    weights = (settings.adapted_view_weight, settings.pretrained_view_weight)[:views]
+    labels = np.concatenate(copied.classes)
 
     @jax.jit
-    def choose(features, tasks):
-        measured = copied.measure(features, tasks, copied.heads)
-        switches = True, settings.rlc_weight, settings.pac_weight, False
-        scores, rows = fdc.fuse(measured, tasks, terms.log_ratios, weights, switches)
+    def choose(features, packed, settings):
+        scores, rows = fdc.calibrated(features, *packed, *settings)
         task = scores[:, : len(starts)].argmax(axis=1)
         return jnp.asarray(labels)[jnp.asarray(starts)[task] + rows[jnp.arange(len(rows)), task]]
 
-    return lambda features: choose(features, terms.tasks)
+    return lambda features: choose(features, packed, settings)
 
 
 def measure(

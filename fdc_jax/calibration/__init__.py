@@ -18,9 +18,10 @@ from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.comparators import distances, logits, random_features
 from fdc_jax.calibration.confidence import Confidence
 from fdc_jax.calibration.familiarity import Familiarity
-from fdc_jax.calibration.fdc import FDC, Settings, Terms
+from fdc_jax.calibration.fdc import FDC, Settings
 from fdc_jax.calibration.gaussians import Gaussians, ViewClasses
 from fdc_jax.calibration.statistics import Foreign, Task, View
+from fdc_jax.calibration.terms import Terms
 from fdc_jax.errors import InputError, did_you_mean
 
 __all__ = ["FDC", "METHODS", "Calibrator", "Gaussians", "Method", "Scores", "Settings", "Terms"]

@@ -1,7 +1,6 @@
-"""JAX helpers of all calibrators: few shapes, rows in blocks, and principal directions."""
+"""JAX helpers of all calibrators: rows in blocks, and principal directions."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,41 +10,11 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Float, Int
 
+from fdc_jax.calibration.shapes import padded
 from fdc_jax.heads import products
 
 # Rows of a block: few shapes occur, whatever the number of rows.
 ROWS = (64, 512)
-
-
-def padded_size(size: int, least: int = 1) -> int:
-    """Returns the smallest of a few sizes that is at least `size` and `least`.
-
-    There are four sizes per doubling up to 64, then eight, so that at most an eighth is padding.
-    """
-    size = max(size, least)
-    step = max(1, 2 ** (size.bit_length() - (3 if size < 64 else 4)))
-    return -(-size // step) * step
-
-
-def padded(array: np.ndarray, size: int, fill: float = 0.0) -> np.ndarray:
-    """Returns an array with its leading size padded."""
-    widths = [(0, size - len(array)), *[(0, 0)] * (array.ndim - 1)]
-    return np.pad(array, widths, constant_values=fill) if size > len(array) else array
-
-
-def stack(arrays: Sequence[np.ndarray], size: int, fill: float = 0.0) -> np.ndarray:
-    """Returns arrays of several leading sizes as one, each padded."""
-    return np.stack([padded(np.asarray(array), size, fill) for array in arrays])
-
-
-def to_device(count: int, array: Any) -> Array:
-    """Returns an array on the device, in float32, padded with zeros to a leading size `count`."""
-    return jax.device_put(padded(np.asarray(array, np.float32), count))
-
-
-def squared_norm(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
-    """Returns squared Euclidean norms."""
-    return (vectors * vectors).sum(axis=-1)
 
 
 # Rows in blocks -----------------------------------------------------------------------------------
@@ -54,30 +23,34 @@ def squared_norm(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
 class Blocks:
     """Features on the device in blocks of rows, padded with zero rows to one of few sizes.
 
-    NumPy arrays are moved to the device once, memory maps in each pass; JAX arrays stay in place.
-    If rows are sharded over devices, each block has equally many rows of each shard.
+    Arrays are cut, and moved to the device if they are NumPy's, once; memory maps in each pass. If
+    rows are sharded over devices, each block has equally many rows of each shard.
     """
 
     def __init__(self, features: Any, shards: int = 1):
-        self.features, self.shards, count = features, shards, len(features) // shards
+        self.features = features
+        self.shards = shards
+        count = len(features) // shards
         few, many = (max(rows // shards, 1) for rows in ROWS)
         self.rows = few if count < 2 * many else many
         self.starts = range(0, max(count, 1), self.rows)
-        self.moved: list[Array] = []
-        if not isinstance(features, np.memmap | jax.Array):
-            self.moved = [*self]
+        self._moved = None if isinstance(features, np.memmap) else [*self._move()]
 
     def __iter__(self) -> Iterator[Float[Array, "rows d"]]:
-        if isinstance(self.features, jax.Array) and len(self.features):
-            return (_cut(self.features, start, self.shards, self.rows) for start in self.starts)
-        return iter(
-            self.moved or map(jax.device_put, self.split_like(self.features, np.float32, 0.0))
-        )
+        return iter(self._moved or self._move())
 
-    def split_like(
-        self, values: Any, kind: type = np.int32, fill: float = -1
-    ) -> Iterator[Int[np.ndarray, "rows ..."]]:
-        """Yields values [n, ...] in the same blocks, on the host; padding rows have `fill`."""
+    def _move(self) -> Iterator[Float[Array, "rows d"]]:
+        if isinstance(self.features, jax.Array) and len(self.features):
+            for start in jax.device_put([*map(np.int32, self.starts)]):
+                yield _cut(self.features, start, self.shards, self.rows)
+        else:
+            yield from map(jax.device_put, self._split(self.features, np.float32, 0.0))
+
+    def place(self, values: Int[np.ndarray, " n"]) -> list[Int[Array, " rows"]]:
+        """Returns integers of all rows on the device in the same blocks; padding rows have -1."""
+        return jax.device_put([*self._split(values, np.int32, -1)])
+
+    def _split(self, values: Any, kind: type, fill: float) -> Iterator[np.ndarray]:
         by_shard = values.reshape(self.shards, len(values) // self.shards, *values.shape[1:])
         for start in self.starts:
             parts = np.asarray(by_shard[:, start : start + self.rows], kind)
@@ -106,72 +79,112 @@ def blocks_of(views: Sequence[Any]) -> list[Blocks]:
 
 
 @partial(jax.jit, static_argnames=("shards", "rows"))
-def _cut(features: Float[Array, "n d"], start: int, shards: int, rows: int) -> Any:
+def _cut(features: Float[Array, "n d"], start: Any, shards: int, rows: int) -> Any:
     parts = features.reshape(shards, -1, features.shape[1])
-    index, last = start + jnp.arange(rows), parts.shape[1] - 1
-    block = jnp.where((index <= last)[:, None], parts[:, jnp.minimum(index, last)], 0)
+    block = parts.at[:, start + jnp.arange(rows)].get(mode="fill", fill_value=0)
     return block.reshape(shards * rows, -1).astype(jnp.float32)
-
-
-def map_blocks(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """Returns the results of a function by block; at most three are computed at a time."""
-    results: list[Any] = []
-    for blocks in zip(*columns, strict=True):
-        results.append(function(*blocks))
-        jax.block_until_ready(results[-3:-2])
-    return results
 
 
 def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]) -> Any:
     """Returns a tree of arrays [n, ...]: `kernel(fitted, *views)`, computed in blocks of rows."""
     columns = blocks_of(views)
-    return columns[0].gather(map_blocks(partial(jax.jit(kernel), fitted), *columns))
+    function = partial(jax.jit(kernel), fitted)
+    return columns[0].gather([*map(function, *columns)])
 
 
 # Principal directions -----------------------------------------------------------------------------
 
+# Shares of the variance that differ by less are equal but for rounding of float32, and variances of
+# less than this share of the largest one are zero.
+ROUNDING = 1e-6
+
 
 def centred(features: Any, rows: Any, mean: Any) -> Float[Array, "n d"]:
     """Returns features less a mean, and zero for padding rows, which have -1 in `rows`."""
-    return jnp.where(rows[:, None] >= 0, features - mean, 0.0)
+    return jnp.where(rows[:, None] >= 0, features - mean[None], 0.0)
 
 
 def principal(
-    views: Sequence[Blocks],
-    rows: Int[np.ndarray, " n"],
-    means: Sequence[Any],
-    rank: Callable[[Float[np.ndarray, " k"]], int],
+    view: Blocks,
+    rows: Sequence[Int[Array, " rows"]],
+    mean: Float[np.ndarray, " d"],
+    shares: Sequence[float],
+    expected: int = 0,
 ) -> list[Float[np.ndarray, "r d"]]:
-    """Returns the leading principal directions of each view.
+    """Returns the fewest principal directions with each share of the variance (Eq. task-pca).
 
-    `rank` returns their number from the energies in descending order. With n < d the inner products
-    X X' are smaller than the scatter X' X: if X X' v = s v, then X' v is a direction of X' X. Views
-    of one shape are decomposed together.
+    Directions of a smaller share are the first ones of a larger share. The number `expected` of
+    directions saves time if it is near the true one. With n < d the inner products X X' are smaller
+    than the scatter X' X: if X X' v = s v, then X' v is a direction of X' X.
     """
-    matrices, centred_rows = [], []
-    for view, mean in zip(views, means, strict=True):
-        blocks = zip(view, view.split_like(rows), strict=True)
-        near, matrix = None, np.zeros((len(mean), len(mean)), np.float32)
-        if len(view.starts) * view.rows * view.shards < len(mean):
-            matrix, near = _inner_products([*blocks], mean)
-        else:
-            for block in blocks:
-                matrix = jax.block_until_ready(_scatter(matrix, *block, mean))
-        matrices.append(matrix)
-        centred_rows.append(near)
-    # XLA compiles `eigh` for a TPU for minutes, so that the host's CPU computes it there.
-    if jax.default_backend() == "tpu":
-        with contextlib.suppress(RuntimeError):  # no CPU in JAX_PLATFORMS
-            matrices = jax.device_put(matrices, jax.local_devices(backend="cpu")[0])
-    alike = len({matrix.shape for matrix in matrices}) == 1
-    groups = [matrices] if alike else [[matrix] for matrix in matrices]
-    pairs = [pair for group in groups for pair in zip(*jax.device_get(_eigh(group)), strict=True)]
-    directions = []
-    for (energies, vectors), matrix, near in zip(pairs, matrices, centred_rows, strict=True):
-        vectors = _separated(vectors, jax.device_get(matrix), count := rank(energies))
-        vectors = vectors if near is None else jax.device_get(_directions(vectors, near))
-        directions.append(vectors[:count].copy())
-    return directions
+    if max(shares) > 1.0 - ROUNDING:
+        return _principal_in_float64(view, shares)
+    near, centre, width = None, jax.device_put(mean), len(mean)
+    if len(view.starts) * view.rows * view.shards < width:
+        total, near = _inner_products([*view], rows, centre)
+    else:
+        total = jax.device_put(np.zeros((width, width), np.float32))
+        for block, own in zip(view, rows, strict=True):
+            total = _scatter(total, block, own, centre)
+    matrix = jax.device_get(total)
+    variances, vectors = _decomposed(matrix, expected + expected // 4 + 16, max(shares))
+    rounding = ROUNDING * float(variances[0])
+    ranks = retained_ranks(variances, matrix.trace(), rounding, shares, len(view.features))
+    for rank in ranks:
+        vectors = _separated(vectors, matrix, rank)
+    if near is not None:
+        vectors = jax.device_get(_directions(jax.device_put(padded(vectors, len(matrix))), near))
+    return [vectors[:rank] for rank in ranks]
+
+
+def _decomposed(
+    matrix: Float[np.ndarray, "k k"], count: int, share: float
+) -> tuple[Float[np.ndarray, " j"], Float[np.ndarray, "j k"]]:
+    """Returns variances and directions: the first `count` if they have the share, else all.
+
+    The host computes them: XLA compiles `eigh` for a TPU for minutes.
+    """
+    size = len(matrix)
+    if 16 < count <= size // 3:
+        last = size - count, size - 1
+        variances, vectors = scipy.linalg.eigh(matrix, driver="evr", subset_by_index=last)
+        if variances[16:].sum() > share * matrix.trace():
+            return variances[::-1], vectors.T[::-1]
+    variances, vectors = scipy.linalg.eigh(matrix, driver="evd")
+    return variances[::-1], vectors.T[::-1]
+
+
+def retained_ranks(
+    variances: Float[np.ndarray, " k"],
+    total: float,
+    rounding: float,
+    shares: Sequence[float],
+    count: int,
+) -> list[int]:
+    """Returns how many of descending variances have each share of a total.
+
+    They are at most those above `rounding`, and one less than the `count` of samples.
+    """
+    most = min(count - 1, int((variances > rounding).sum()))
+    if most < 1:
+        return [0] * len(shares)
+    reached = np.cumsum(variances, dtype=float) / total
+    ranks = [int((reached < share - ROUNDING).sum()) + 1 for share in shares]
+    return [
+        most if share > 1.0 - ROUNDING else min(rank, most)
+        for share, rank in zip(shares, ranks, strict=True)
+    ]
+
+
+def _principal_in_float64(view: Blocks, shares: Sequence[float]) -> list[Float[np.ndarray, "r d"]]:
+    # If all variance is wanted, variances decide that float32 rounds away.
+    features = np.asarray(jax.device_get(view.features)).astype(float)
+    near = features - features.mean(axis=0)
+    variances, vectors = scipy.linalg.eigh(near.T @ near)
+    rounding = float(np.finfo(np.float32).eps) ** 2 * np.square(features).sum()
+    total = variances.sum()
+    ranks = retained_ranks(variances[::-1], total, rounding, shares, len(features))
+    return [vectors.T[::-1][:rank].astype(np.float32) for rank in ranks]
 
 
 def _separated(
@@ -184,28 +197,21 @@ def _separated(
     some = slice(max(count - 16, 0), count + 16)
     near = vectors[some].astype(float)
     turn = scipy.linalg.eigh(near @ matrix.astype(float) @ near.T, near @ near.T)[1]
-    parts = vectors[: some.start], turn.T[::-1] @ near, vectors[some.stop :]
-    return np.concatenate(parts).astype(np.float32)
+    separated = vectors.copy()
+    separated[some] = turn.T[::-1] @ near
+    return separated
 
 
-@jax.jit
+@partial(jax.jit, donate_argnums=0)
 def _scatter(total: Any, features: Any, rows: Any, mean: Any) -> Float[Array, "d d"]:
     near = centred(features, rows, mean)
     return total + products(near.T, near.T)
 
 
 @jax.jit
-def _inner_products(blocks: Any, mean: Any) -> tuple[Array, Array]:
-    near = jnp.concatenate([centred(features, rows, mean) for features, rows in blocks])
+def _inner_products(blocks: Any, rows: Any, mean: Any) -> tuple[Array, Array]:
+    near = jnp.concatenate([centred(*pair, mean) for pair in zip(blocks, rows, strict=True)])
     return products(near, near), near
-
-
-@jax.jit
-def _eigh(matrices: Sequence[Float[Array, "k k"]]) -> tuple[Array, Array]:
-    stacked = jnp.stack(matrices)
-    traces = jnp.trace(stacked, axis1=1, axis2=2)[:, None, None]
-    values, vectors = jax.vmap(jnp.linalg.eigh)(stacked / jnp.where(traces > 0, traces, 1.0))
-    return values[:, ::-1], vectors.mT[:, ::-1]
 
 
 @jax.jit

@@ -31,8 +31,8 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Float, Int
 
-from fdc_jax.calibration.compiled import padded, padded_size
 from fdc_jax.calibration.inputs import float32
+from fdc_jax.calibration.shapes import padded, padded_size
 from fdc_jax.heads import products, unit
 
 # Share a of a class's own covariance, and the least lambda (fdc_jax.calibration.gaussians).

@@ -1,17 +1,18 @@
 """Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations.
 
     1-4,14 the caller: trains the task, extracts features
-    5-11   FDC._fit: 6 mean_and_prototypes, pca; 6, 10 moments; 7 foreign_residuals; 9 filtered
+    5-11   FDC._fit: 6 means_and_prototypes, principal; 6, 10 moments; 7 foreign_residuals; 9 pack
     12, 13 FDC.finalize: fit_foreign
     15-20  FDC.score: 15-17 measure; 17, 18 fuse; 20 calibrator.Scores
 
 A view is an encoder: the adapted view (A, index 0) is E_t while learning and E_T at the end, the
 pretrained view (0, index 1) is E_0. Features are rows [n, d], and U_t is rows [r, d]. JAX computes
-in float32, with products of the highest precision; moments are float64 on the host.
+in float32, with products of the highest precision; moments are float64 on the host. `measure` reads
+no setting and `fuse` no feature, so that a sweep of settings measures once.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Annotated, Any, NamedTuple
 
@@ -22,28 +23,37 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from msgspec import Meta
 
-from fdc_jax.calibration import compiled, inputs, statistics
+from fdc_jax.calibration import compiled, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores
-from fdc_jax.calibration.compiled import Blocks, padded_size, squared_norm
-from fdc_jax.calibration.statistics import COMPONENTS, Foreign, PackedTasks, Task, View
+from fdc_jax.calibration.compiled import Blocks
+from fdc_jax.calibration.shapes import (
+    in_groups,
+    mean_of_smallest,
+    over_tasks,
+    padded_size,
+    register_tree,
+    squared_norm,
+    stack,
+    to_device,
+)
+from fdc_jax.calibration.statistics import Foreign, Task, View
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, products, unit
+from fdc_jax.machine.conversion import convert
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
 # Floors of the paper, "Test-Time Calibration".
 SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
-# A share of the variance this close to eta differs from it by rounding alone.
-VARIANCE_TOLERANCE = 1e-6
-# Tasks at once: two fit into the caches of a CPU; line 7 compiles once for any number of tasks.
-TASKS_AT_ONCE = 2
+# Smaller residual ratios are rounding errors of float32.
+RATIO_ROUNDING = 2.0**-18
 
 
 # Settings -----------------------------------------------------------------------------------------
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of FDC; the defaults are the paper's. `checked_settings` makes and checks them."""
+    """Settings of FDC, which checks them; the defaults are the paper's."""
 
     retained_energy: Annotated[
         float, Meta(gt=0, le=1, description="eta, share of the variance in the task subspace")
@@ -64,69 +74,74 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(ge=1, le=2**31 - 1, description="K, class prototypes whose cosines PAC averages")
     ] = 1
 
-    def check_neighbours(self, task: int, counts: Int[np.ndarray, " c"]) -> None:
-        """Raises InputError if a task has fewer classes with samples than there are neighbours."""
-        if (present := int((counts > 0).sum())) < self.neighbours:
-            expected = f"{self.neighbours} neighbours need as many classes with samples"
-            raise InputError(f"{inputs.name_of('labels', task)}: {expected}, found {present}")
+
+register_tree(Settings)  # for compiled functions
 
 
-def checked_settings(values: Mapping[str, Any]) -> Settings:
-    """Returns settings as plain numbers; raises InputError that names the first wrong one."""
-    plain = {
-        name: value.item() if isinstance(value, np.number) else value
-        for name, value in values.items()
-    }
-    try:
-        return msgspec.convert(plain, Settings)
-    except msgspec.ValidationError as error:
-        reason, _, name = str(error).replace("`", "").partition(" - at $.")
-    if name:
-        expected = f"{reason[0].lower()}{reason[1:]}".partition(", got")[0]
-        raise InputError(f"{name}: {expected}, found {values[name]!r}")
-    raise InputError(f"settings of FDC: {reason}")
+class Switches(NamedTuple):
+    """Components of FDC that are on, and whether affinities are standardised in another way.
+
+    `nearest` takes the moments of the affinities of an input over the tasks ("PAC Neighborhood
+    Size").
+    """
+
+    tsf: bool = True
+    rlc: bool = True
+    pac: bool = True
+    adapted_view: bool = True
+    pretrained_view: bool = True
+    nearest: bool = False
+
+
+# Rows of Table current-ablation, then of Table plugin with one view: fields of `Switches`.
+COMPONENTS = {
+    "raw": {"tsf": False, "rlc": False, "pac": False},
+    "tsf": {"rlc": False, "pac": False},
+    "pac": {"tsf": False, "rlc": False},
+    "rlc": {"tsf": False, "pac": False},
+    "tsf+pac": {"rlc": False},
+    "tsf+rlc": {"pac": False},
+    "pac+rlc": {"tsf": False},
+    "full": {},
+    "adapted_view": {"pretrained_view": False},
+    "pretrained_view": {"adapted_view": False},
+    "pac+rlc_adapted_view": {"tsf": False, "pretrained_view": False},
+    "pac+rlc_pretrained_view": {"tsf": False, "adapted_view": False},
+}
 
 
 # Statistics of a task (line 6) --------------------------------------------------------------------
 
 
-def mean_and_prototypes(
-    view: Blocks, rows: Int[np.ndarray, " n"], classes: int
-) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]:
-    """Returns m_t, and p_{t,c} (Eq. proto) by row of the head, zero for a class without samples."""
-    class_rows = np.arange(padded_size(classes, 8), dtype=np.int32)
-    first = next(iter(view))
-    sums = compiled.map_blocks(partial(_sums, class_rows, first), view, view.split_like(rows))
-    *parts, (origin, *_) = zip(*jax.device_get(sums), strict=True)
-    total, class_sums = (np.sum(part, axis=0, dtype=float) for part in parts)
-    present = np.bincount(rows, minlength=classes)[:, None]
-    class_sums = class_sums[:classes] + present * unit(origin.astype(float))
-    return (origin + total / len(rows)).astype(np.float32), unit(class_sums).astype(np.float32)
+def means_and_prototypes(
+    views: Sequence[Blocks], rows: Sequence[Array], counts: Int[np.ndarray, " c"]
+) -> list[tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]]:
+    """Returns by view m_t, and p_{t,c} (Eq. proto) by row of the head.
+
+    Prototypes of classes without samples are zero.
+    """
+    classes, sums = padded_size(len(counts), 8), []
+    for view in views:
+        first = next(iter(view))
+        parts = zip(view, rows, strict=True)
+        sums.append([_sums(block, own, first, classes) for block, own in parts])
+    results = []
+    for parts in jax.device_get(sums):
+        totals, class_totals, origins = zip(*parts, strict=True)
+        origin = origins[0].astype(float)
+        mean = origin + np.sum(totals, axis=0, dtype=float) / counts.sum()
+        class_sums = np.sum(class_totals, axis=0, dtype=float)[: len(counts)]
+        class_sums += counts[:, None] * unit(origin)
+        results.append((mean.astype(np.float32), unit(class_sums).astype(np.float32)))
+    return results
 
 
-@jax.jit
-def _sums(class_rows: Any, first: Any, features: Any, rows: Any) -> tuple[Array, Array, Array]:
+@partial(jax.jit, static_argnames="classes")
+def _sums(features: Any, rows: Any, first: Any, classes: int) -> tuple[Array, Array, Array]:
     origin = first[0]  # Less the origin, features far from zero keep their digits in float32.
-    members, shifted = (rows == class_rows[:, None]).astype(jnp.float32), unit(features)
-    class_sums = products(members, (shifted - unit(origin)).T)
+    members = (rows[None] == jnp.arange(classes)[:, None]).astype(jnp.float32)
+    class_sums = products(members, (unit(features) - unit(origin)[None]).T)
     return compiled.centred(features, rows, origin).sum(axis=0), class_sums, origin
-
-
-def pca(
-    views: Sequence[Blocks], rows: Int[np.ndarray, " n"], centres: Sequence[Any], share: float
-) -> list[Float[np.ndarray, "r d"]]:
-    """Returns U_t by view, the fewest directions with a share of the variance (Eq. task-pca)."""
-    rank = partial(retained_rank, share=share, count=len(rows))
-    return compiled.principal(views, rows, centres, rank)
-
-
-def retained_rank(variances: Float[np.ndarray, " k"], share: float, count: int) -> int:
-    """Returns how many of descending variances reach a share; `count` samples span one less."""
-    variances = np.clip(variances.astype(float), 0.0, None)
-    if count < 2 or not variances.any():
-        return 0
-    short = np.cumsum(variances) / variances.sum() < share - VARIANCE_TOLERANCE
-    return min(int(short.sum()) + 1, count - 1, len(variances))
 
 
 def moments(values: Float[np.ndarray, "..."]) -> tuple[float, float]:
@@ -138,103 +153,162 @@ def moments(values: Float[np.ndarray, "..."]) -> tuple[float, float]:
 # Features against tasks (lines 6, 7, 9, 10 and 16) ------------------------------------------------
 
 
+class PackedTasks(NamedTuple):
+    """Statistics of tasks in one view, padded, on the device; line 7 reads mean and basis alone."""
+
+    mean: Float[Array, "t d"]
+    basis: Float[Array, "t r d"]
+    leading: Float[Array, "t r"] | None = None  # in a sweep of eta, 1 for its directions
+    length: Float[Array, " t"] | None = None  # |m|
+    directions: Float[Array, "t c+1 d"] | None = None  # p - m^ of each class, then m^ = m / |m|
+    offset: Float[Array, "t c"] | None = None  # |m| - m.p, infinite for a class without samples
+    residual: Float[Array, "t 2"] | None = None  # moments of rho_t
+    distance: Float[Array, "t 2"] | None = None  # moments of 1 - A_t
+    scales: Float[Array, "t 2"] | None = None  # sigma_t without and with TSF; 0 for padding tasks
+    weight: Float[Array, "t c d"] | None = None  # W_t, and line 9, in the adapted view
+    inside: Float[Array, "t c r"] | None = None  # W_t U_t
+    centre: Float[Array, "t r"] | None = None  # m_t U_t
+    bias: Float[Array, "t c"] | None = None  # b_t, minus infinity for padding rows
+    normalised: Float[Array, " t"] | None = None  # 1 if heads divide h by |h|
+
+
+def subspaces(views: Sequence[View], size: int) -> PackedTasks:
+    """Returns m_t and U_t of tasks in one view, padded to `size` tasks."""
+    bases = stack([view.basis for view in views], padded_rank(views))
+    return PackedTasks(to_device(size, [view.mean for view in views]), to_device(size, bases))
+
+
+def padded_rank(views: Sequence[View]) -> int:
+    """Returns the number of directions that all tasks have with padding."""
+    return padded_size(max(len(view.basis) for view in views), 16)
+
+
+def pack(
+    tasks: Sequence[Task], counts: Sequence[Any], heads: Sequence[Any], pad: bool = True
+) -> list[PackedTasks]:
+    """Returns the statistics of tasks by view; `counts` are samples of each class, by task.
+
+    `pad` pads the number of tasks.
+    """
+    size = padded_size(len(tasks), 8) if pad else len(tasks)
+    put = partial(to_device, size)
+    classes = padded_size(max(map(len, counts)) + 1, 8) - 1  # A multiple of 8 with the row of m^.
+    packed = []
+    for views in zip(*(task.views for task in tasks), strict=True):
+        # In float64: the differences are small.
+        means = np.array([view.mean for view in views], float)
+        prototypes = unit(stack([view.prototypes for view in views], classes).astype(float))
+        lengths = np.linalg.norm(means, axis=1)
+        unit_means = unit(means)[:, None]
+        offset = lengths[:, None] - np.einsum("tcd,td->tc", prototypes, means)
+        offset[stack(counts, classes) == 0] = np.inf
+        statistics = subspaces(views, size)._replace(
+            length=put(lengths),
+            directions=put(np.concatenate([prototypes - unit_means, unit_means], axis=1)),
+            offset=put(offset),
+            residual=put([view.residual for view in views], 1.0),
+            distance=put([(1.0 - view.affinity[0], view.affinity[1]) for view in views], 1.0),
+            scales=put([task[1:] for task in tasks]),
+        )
+        packed.append(statistics if packed else with_heads(statistics, heads, views, put))
+    return packed
+
+
+def with_heads(
+    packed: PackedTasks, heads: Sequence[Any], views: Sequence[View], put: Any
+) -> PackedTasks:
+    """Returns statistics with the heads of tasks; `put` pads and moves an array."""
+    forms = [head.affine for head in heads]
+    rows, rank = padded_size(max(len(form.rows) for form in forms), 4), padded_rank(views)
+    pairs = zip(forms, views, strict=True)
+    inside = [stack(products(form.rows, view.basis), rank) for form, view in pairs]
+    biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
+    return packed._replace(
+        weight=put(stack([form.rows for form in forms], rows)),
+        inside=put(stack(inside, rows)),
+        centre=put(stack([view.basis @ view.mean for view in views], rank)),
+        bias=put(stack(biases, rows, -np.inf)),
+        normalised=put([form.normalised for form in forms]),
+    )
+
+
 class Measured(NamedTuple):
     """Measurements of features against tasks; float32 has more digits of 1 - A_t than of A_t."""
 
     residual: Float[Array, "n t"]  # rho_t
-    distance: Float[Array, "n t"]  # 1 - A_t
-    raw: Float[Array, "n t c"] | None = None  # logits, in the adapted view
-    filtered: Float[Array, "n t c"] | None = None  # logits with TSF
-
-
-@partial(jax.jit, static_argnames=("neighbours", "normalised"))
-def measure(
-    features: Any, tasks: PackedTasks, gamma: float, neighbours: int, normalised: bool
-) -> Measured:
-    """Returns measurements of features [n, d] in a view; `normalised` heads divide h by |h|."""
-    lengths = jnp.sqrt(squared_norm(features))
-
-    def one_task(task: Any) -> Measured:
-        centred = features - task.mean
-        ratio, inside = residual_ratio(centred, task.basis)
-        distance = cosine_distance(centred, lengths, task, neighbours)
-        if task.heads is None:
-            return Measured(ratio, distance)
-        weights, bias = task.heads
-        raw, filtered_logits = jnp.split(products(features, weights), 2, axis=-1)
-        if normalised:
-            inside = inside + products(task.mean[None], task.basis)  # h U
-            filtered_length = jnp.maximum(filtered_lengths(lengths, inside, gamma), NORM_FLOOR)
-            raw = raw / jnp.maximum(lengths, NORM_FLOOR)[:, None]
-            filtered_logits = filtered_logits / filtered_length[:, None]
-        return Measured(ratio, distance, raw + bias, filtered_logits + bias)
-
-    return _over_tasks(one_task, tasks)
-
-
-def _over_tasks(function: Any, tasks: Any) -> Any:
-    """Returns results [n, t, ...] of a function of one task, by `vmap` over a few at a time."""
-    if len(jax.tree.leaves(tasks)[0]) <= TASKS_AT_ONCE:
-        return jax.vmap(function, out_axes=1)(tasks)
-    by_task = jax.lax.map(function, tasks, batch_size=TASKS_AT_ONCE)
-    return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1), by_task)
+    distances: Float[Array, "n t c"] | None = None  # 1 - cosine to each prototype
+    raw: Float[Array, "n t c"] | None = None  # h W^T, as what follows in the adapted view
+    projected: Float[Array, "n t c"] | None = None  # (h U)(W U)^T
+    length: Float[Array, "n t"] | None = None  # |h|
+    kept: Float[Array, "n t"] | None = None  # |h U|^2
 
 
 @jax.jit
-def residual_ratios(features: Any, means: Any, bases: Any) -> Float[Array, "n t"]:
-    """Returns rho_t of features in one view for several tasks (line 7)."""
-    return _over_tasks(lambda task: residual_ratio(features - task[0], task[1])[0], (means, bases))
+def measure(features: Float[Array, "n d"], tasks: PackedTasks) -> Measured:
+    """Returns what the statistics of tasks in one view say of features."""
+    length = jnp.sqrt(squared_norm(features))
+
+    def one_task(task: PackedTasks) -> Measured:
+        centred = features - task.mean[None]
+        within = products(centred, task.basis)
+        leading = 1.0 if task.leading is None else task.leading[None]
+        measured = Measured(residual_ratio(centred, within * leading))
+        if task.directions is None:
+            return measured
+        measured = measured._replace(distances=cosine_distances(centred, length, task))
+        if task.weight is None:
+            return measured
+        inside = (within + task.centre[None]) * leading  # h U
+        inside = jnp.where(length[:, None] > NORM_FLOOR, inside, 0.0)
+        return measured._replace(
+            raw=products(features, task.weight),
+            projected=products(inside, task.inside),
+            length=length,
+            kept=jnp.minimum(squared_norm(inside), length * length),
+        )
+
+    return over_tasks(one_task, tasks)
 
 
-def residual_ratio(centred: Any, basis: Any) -> tuple[Float[Array, " n"], Float[Array, "n r"]]:
-    """Returns rho_t of g - m_t (Eq. residual), and (g - m_t) U_t."""
-    total, inside = squared_norm(centred), products(centred, basis)
-    outside = jnp.maximum(total - squared_norm(inside), 0.0)
-    return outside / jnp.maximum(total, ENERGY_FLOOR), inside
+@jax.jit
+def measure_views(views: Sequence[Array], tasks: Sequence[PackedTasks]) -> list[Measured]:
+    """Returns `measure` of features by view, in one program."""
+    return [measure(*pair) for pair in zip(views, tasks, strict=True)]
 
 
-def cosine_distance(centred: Any, lengths: Any, task: PackedTasks, k: int) -> Float[Array, " n"]:
-    """Returns 1 - A_{t,K}, where A_{t,K} is the mean of the K largest cosines (Eq. par).
+def residual_ratio(centred: Any, within: Any) -> Float[Array, " n"]:
+    """Returns rho_t from g - m_t and (g - m_t) U_t (Eq. residual); rounding errors are zero."""
+    total = squared_norm(centred)
+    ratio = (total - squared_norm(within)) / jnp.maximum(total, ENERGY_FLOOR)
+    return jnp.where(ratio < RATIO_ROUNDING, 0.0, ratio)
+
+
+def cosine_distances(centred: Any, length: Any, task: PackedTasks) -> Float[Array, "n c"]:
+    """Returns 1 - cos(g, p) for every prototype p (Eq. par); the cosines of g = 0 are 0.
 
     With x = g - m for the task's mean m, |g| (1 - cos(g, p)) is
 
         |x|^2 / (|g| + |m|) + x.m^ (|m| - |g|) / (|g| + |m|) - x.(p - m^) + (|m| - m.p).
 
     The terms are as small as their sum. In float32, 1 minus the cosine of features that all point
-    nearly the same way has no correct digits. The cosines of g = 0 are 0.
+    nearly the same way has no correct digits.
     """
-    both = jnp.maximum(lengths + task.length, NORM_FLOOR)
+    both = jnp.maximum(length + task.length, NORM_FLOOR)
     along = products(centred, task.directions)
-    shared = (squared_norm(centred) + along[:, -1] * (task.length - lengths)) / both
-    scaled = shared[:, None] - along[:, :-1] + task.offset  # |g| (1 - cos(g, p)) by class
-    nearest = scaled.min(axis=-1) if k == 1 else jnp.sort(scaled, axis=-1)[:, :k].mean(axis=-1)
-    return jnp.where(lengths > NORM_FLOOR, nearest / jnp.maximum(lengths, NORM_FLOOR), 1.0)
+    shared = (squared_norm(centred) + along[:, -1] * (task.length - length)) / both
+    scaled = shared[:, None] - along[:, :-1] + task.offset[None]
+    distances = scaled / jnp.maximum(length, NORM_FLOOR)[:, None]
+    return jnp.where(length[:, None] > NORM_FLOOR, distances, 1.0)
 
 
-def filtered(weights: Any, basis: Float[Array, "r d"], gamma: float) -> Float[Array, "c d"]:
-    """Returns W~ = (1 - gamma) W + gamma (W U) U^T (Eq. osp, line 9)."""
-    return (1.0 - gamma) * weights + gamma * products(products(weights, basis), basis.T)
-
-
-def filtered_lengths(lengths: Any, inside: Float[Array, "n r"], gamma: float) -> Float[Array, " n"]:
-    """Returns the lengths of features after Eq. osp, from |h| and h U."""
-    kept = squared_norm(inside)
-    return jnp.sqrt((1.0 - gamma) ** 2 * jnp.maximum(lengths * lengths - kept, 0.0) + kept)
-
-
-@jax.jit
-def with_filtered(weights: Any, basis: Any, gamma: float) -> Float[Array, "t 2c d"]:
-    """Returns W_t stacked on W~_t, by task."""
-    every = jax.vmap(filtered, (0, 0, None))(weights, basis, gamma)
-    return jnp.concatenate([weights, every], axis=1)
-
-
-def pack(tasks: Any, counts: Any, heads: Any, gamma: float, pad: bool = True) -> list[PackedTasks]:
-    """Returns the statistics of tasks for `measure` and `fuse`, by view, with W~_t (line 9)."""
-    views: list[Any] = statistics.pack(tasks, counts, heads, pad)
-    weights, bias = views[0].heads
-    views[0] = views[0]._replace(heads=(with_filtered(weights, views[0].basis, gamma), bias))
-    return views
+def filtered(measured: Measured, tasks: PackedTasks, gamma: Any) -> Float[Any, "n t c"]:
+    """Returns the logits of W~ = (1 - gamma) W + gamma (W U) U^T (Eq. osp), by NumPy or JAX."""
+    library = measured.raw.__array_namespace__()
+    logits = (1.0 - gamma) * measured.raw + gamma * measured.projected
+    outside = measured.length * measured.length - measured.kept
+    length = library.sqrt((1.0 - gamma) ** 2 * outside + measured.kept)  # of the filtered feature
+    length = library.where(tasks.normalised[None] > 0, library.maximum(length, NORM_FLOOR), 1.0)
+    return logits / length[..., None] + tasks.bias[None]
 
 
 def standardised(values: Any, mean_std: Any) -> Any:
@@ -242,17 +316,19 @@ def standardised(values: Any, mean_std: Any) -> Any:
     return (values - mean_std[..., 0]) / mean_std[..., 1]
 
 
-def foreign_residuals(view: Blocks, earlier: Sequence[View]) -> Float[np.ndarray, "earlier n"]:
-    """Returns u_j of features for every earlier task j (line 7)."""
-    groups = []
-    for first in range(0, len(earlier), TASKS_AT_ONCE):
-        group = earlier[first : first + TASKS_AT_ONCE]
-        means, bases = statistics.subspaces(group, TASKS_AT_ONCE)
-        kernel = partial(residual_ratios, means=means, bases=bases)
-        ratios = view.gather(compiled.map_blocks(kernel, view))[:, : len(group)]
-        mean_std = np.array([task.residual for task in group], np.float32)
-        groups.append(standardised(ratios, mean_std).T)
-    return np.concatenate(groups)
+def foreign_residuals(
+    blocks: Sequence[Blocks], earlier: Sequence[Task]
+) -> list[Float[np.ndarray, "earlier n"]]:
+    """Returns u_j of features for every earlier task j, by view (line 7)."""
+    views, ratios, residuals = [*zip(*(task.views for task in earlier), strict=True)], [], []
+    groups = [in_groups(of, subspaces) for of in views]
+    for block in zip(*blocks, strict=True):
+        of_views = zip(block, groups, strict=True)
+        ratios.append([[measure(x, group).residual for group in of] for x, of in of_views])
+    for of, parts in zip(views, blocks[0].gather(ratios), strict=True):
+        mean_std = np.array([view.residual for view in of], np.float32)
+        residuals.append(standardised(np.concatenate(parts, axis=1)[:, : len(of)], mean_std).T)
+    return residuals
 
 
 # Likelihood and fusion (lines 13, 17 and 18) ------------------------------------------------------
@@ -275,89 +351,62 @@ def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
     """
     if not residuals:
         return Foreign()
-    pairs = [(u.mean(axis=1, dtype=float), u.var(axis=1, dtype=float)) for u in residuals]
-    means, variances = np.concatenate(pairs, axis=1)  # mu_jt and V_jt
+    means = np.concatenate([u.mean(axis=1, dtype=float) for u in residuals])  # mu_jt
+    variances = np.concatenate([u.var(axis=1, dtype=float) for u in residuals])  # V_jt
     mean = float(means.mean())
     variance = max(float((variances + (means - mean) ** 2).mean()), SCALE_FLOOR)
-    wide, ratio = (u.ravel().astype(float) for u in residuals), log_ratio(mean, variance)
+    ratio = log_ratio(mean, variance)
+    wide = (u.ravel().astype(float) for u in residuals)
     sizes = np.concatenate([np.abs(np.polyval(ratio, u)).astype(np.float32) for u in wide])
     return Foreign(mean, variance, max(float(np.median(sizes)), SCALE_FLOOR))
 
 
+def evidence(
+    view: Measured, tasks: PackedTasks, neighbours: Any, nearest: Any
+) -> tuple[Float[Array, "n t"], Float[Array, "n t"]]:
+    """Returns u_t (Eq. residual) and q_t (Eq. par) in a view; `nearest`: see `Switches`."""
+    distance = mean_of_smallest(view.distances, neighbours)
+    of_input = {"axis": 1, "where": tasks.scales[None, :, 0] > 0, "keepdims": True}
+    spread = jnp.maximum(distance.std(**of_input), SCALE_FLOOR)
+    across = jnp.stack([distance.mean(**of_input), spread], axis=-1)
+    mean_std = jnp.where(nearest, across, tasks.distance[None])
+    return standardised(view.residual, tasks.residual[None]), -standardised(distance, mean_std)
+
+
 @jax.jit
 def fuse(
-    measured: Any, tasks: Any, log_ratios: Any, weights: Any, switches: tuple[Any, ...]
+    measured: Sequence[Measured],
+    tasks: Sequence[PackedTasks],
+    ratios: Sequence[Float[Array, " 3"]],
+    settings: Settings,
+    on: Switches,
 ) -> tuple[Float[Array, "n t"], Int[Array, "n t"]]:
     """Returns S_t and the best row of each head (Eq. score-fusion, Eq. dual-main, lines 17 and 18).
 
-    `measured`, `tasks`, `log_ratios` and the weights w_v have an item by view. The switches are TSF
-    (on or off), alpha, beta and `nearest`, which standardises affinities over the tasks of each
-    input (paper, "PAC Neighborhood Size").
+    `measured`, `tasks` and `ratios` (`log_ratio`) have an item by view. RLC says nothing if neither
+    the input nor any sample of the task has a residual.
     """
-    tsf, alpha, beta, nearest = switches
-    scale = jnp.where(tsf, tasks[0].scales[:, 1], tasks[0].scales[:, 0])
-    logits = jnp.where(tsf, measured[0].filtered, measured[0].raw)
+    logits = filtered(measured[0], tasks[0], on.tsf * settings.attenuation)
     score = logits.max(axis=-1)
-    for view, task, ratio, weight in zip(measured, tasks, log_ratios, weights, strict=True):
-        over_tasks = {"axis": 1, "where": task.scales[:, 0] > 0, "keepdims": True}
-        spread = jnp.maximum(view.distance.std(**over_tasks), SCALE_FLOOR)
-        across = jnp.stack([view.distance.mean(**over_tasks), spread], axis=-1)
-        q = -standardised(view.distance, jnp.where(nearest, across, task.distance))  # Eq. par
-        u = standardised(view.residual, task.residual)  # Eq. residual
-        rlc, pac = jnp.tanh(jnp.polyval(ratio, u)), jnp.tanh(q)  # Eq. llr, Eq. pac-correction
+    scale = jnp.where(on.tsf, tasks[0].scales[:, 1], tasks[0].scales[:, 0])[None]
+    alpha = on.rlc * settings.rlc_weight
+    beta = on.pac * settings.pac_weight
+    adapted = on.adapted_view * settings.adapted_view_weight
+    pretrained = on.pretrained_view * settings.pretrained_view_weight
+    views = zip(measured, tasks, ratios, (adapted, pretrained), strict=False)
+    for view, task, ratio, weight in views:
+        u, q = evidence(view, task, settings.neighbours, on.nearest)
+        known = (view.residual > 0) | (task.residual[None, :, 0] > 0)
+        rlc = jnp.where(known, jnp.tanh(jnp.polyval(ratio, u)), 0.0)  # Eq. llr
+        pac = jnp.tanh(q)  # Eq. pac-correction
         score = score + weight * scale * (beta * pac - alpha * rlc)
     return score, logits.argmax(axis=-1)
 
 
-class Terms(NamedTuple):
-    """Measurements of a batch against all tasks; `fuse` combines them under any switches."""
-
-    blocks: Blocks
-    measured: list[list[Measured]]  # by block and view, on the device
-    tasks: list[PackedTasks]  # by view
-    references: list[Foreign]  # by view
-    settings: Settings
-    classes: Sequence[Int[np.ndarray, " c"]]
-
-    def fuse(
-        self,
-        tsf: bool = True,
-        rlc: bool = True,
-        pac: bool = True,
-        adapted_view: bool = True,
-        pretrained_view: bool = True,
-        nearest: bool = False,
-    ) -> Scores:
-        """Returns the scores with some components on; without any they are the raw logits."""
-        full = self.settings
-        views = full.adapted_view_weight, full.pretrained_view_weight
-        weights = views[0] * adapted_view, views[1] * pretrained_view
-        switches = tsf, rlc * full.rlc_weight, pac * full.pac_weight, nearest
-        common = self.tasks, self.log_ratios, weights[: len(self.tasks)], switches
-        scores, rows = self.blocks.gather([fuse(block, *common) for block in self.measured])
-        return Scores(scores[:, : len(self.classes)], rows[:, : len(self.classes)], self.classes)
-
-    @property
-    def log_ratios(self) -> list[Float[np.ndarray, " 3"]]:
-        """Returns log(p_F / p_O) / tau by view; see `log_ratio`."""
-        return [log_ratio(*reference) for reference in self.references]
-
-    def column(self, name: str, view: int = 0) -> Float[np.ndarray, "n tasks ..."]:
-        """Returns a field of `Measured` in one view."""
-        column = self.blocks.gather([getattr(block[view], name) for block in self.measured])
-        return column[:, : len(self.classes)]
-
-    def standardised(self, view: int) -> tuple[Float[np.ndarray, "n tasks"], ...]:
-        """Returns u_t and q_t in one view."""
-        tasks, count = jax.device_get(self.tasks[view]), len(self.classes)
-        q = -standardised(self.column("distance", view), tasks.distance[:count])
-        return standardised(self.column("residual", view), tasks.residual[:count]), q
-
-    def by_class(self) -> Float[np.ndarray, "n classes"]:
-        """Returns S_t - (largest filtered logit of t - the class's own); not in the paper."""
-        logits = self.column("filtered")
-        scores = logits + (self.fuse().task_scores - logits.max(axis=-1))[..., None]
-        return np.hstack([scores[:, t, : len(rows)] for t, rows in enumerate(self.classes)])
+@jax.jit
+def calibrated(views: Any, tasks: Any, ratios: Any, settings: Any, on: Any) -> Any:
+    """Returns `fuse` of `measure_views`, in one program."""
+    return fuse(measure_views(views, tasks), tasks, ratios, settings, on)
 
 
 class FDC(Calibrator):
@@ -372,7 +421,7 @@ class FDC(Calibrator):
 
     def __init__(self, **settings: Any):
         super().__init__()
-        self.settings = checked_settings(settings)
+        self.settings = convert(settings, Settings)
         self.tasks: list[Task] = []
         # F^v by view: u_j of every task from the second on, by earlier task j; None if released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
@@ -380,32 +429,49 @@ class FDC(Calibrator):
 
     def _fit(self, given: inputs.TaskInput) -> None:
         """Computes the statistics of a task (lines 5 to 11)."""
+        self.check(given)
+        blocks = compiled.blocks_of(given.views)
+        rows = blocks[0].place(given.rows)
+        views = []  # Line 6.
+        centres = means_and_prototypes(blocks, rows, given.counts)
+        for index, (view, (mean, prototypes)) in enumerate(zip(blocks, centres, strict=True)):
+            expected = len(self.tasks[-1].views[index].basis) if self.tasks else 0
+            shares = [self.settings.retained_energy]
+            (basis,) = compiled.principal(view, rows, mean, shares, expected)
+            views.append(View(mean, basis, prototypes))
+        # Lines 6 and 10, the task against itself, and line 9; `measure` reads no moments.
+        task = pack([Task(views)], [given.counts], [given.head], pad=False)
+        own = blocks[0].gather([measure_views(block, task) for block in zip(*blocks, strict=True)])
+        for index, (view, measured) in enumerate(zip(views, own, strict=True)):
+            distances = np.sort(measured.distances[:, 0], axis=-1)[:, : self.settings.neighbours]
+            mean, std = moments(distances.mean(axis=-1))
+            residual = moments(measured.residual)
+            views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
+        host = jax.device_get(task[0])
+        logits = [filtered(own[0], host, gamma) for gamma in (0.0, self.settings.attenuation)]
+        scales = [moments(z.max(axis=-1))[1] for z in logits]
+        foreign = foreign_residuals(blocks, self.tasks) if self.tasks else []  # Line 7.
+        self.add(given, Task(views, *scales), foreign, logits[0][:, 0].argmax(axis=1))
+
+    def check(self, given: inputs.TaskInput) -> None:
+        """Raises InputError if no further task can be fitted, or this one has too few classes."""
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
-        self.settings.check_neighbours(given.task, given.counts)
-        rows, blocks = given.rows, compiled.blocks_of(given.views)
-        # Line 6, and line 9 within `pack`.
-        pairs = [mean_and_prototypes(view, rows, len(given.classes)) for view in blocks]
-        bases = pca(blocks, rows, [mean for mean, _ in pairs], self.settings.retained_energy)
-        views = [View(mean, basis, p) for (mean, p), basis in zip(pairs, bases, strict=True)]
-        # Lines 6 and 10, the task against itself; `measure` does not read the moments.
-        gamma, head = self.settings.attenuation, [given.head]
-        alone = pack([Task(views)], [given.counts], head, gamma, pad=False)
-        by_view = blocks[0].gather(self._by_block(blocks, alone, head))
-        for index, (view, measured) in enumerate(zip(views, by_view, strict=True)):
-            residual, (mean, std) = moments(measured.residual), moments(measured.distance)
-            views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
-            if residual[1] <= SCALE_FLOOR and len(view.basis) < len(view.mean):
-                name = inputs.name_of(f"{inputs.VIEWS[index]} features", given.task)
-                reason = f"residual ratios of its samples ({len(rows)}) do not vary"
-                _LOGGER.warning(f"{name}: {reason}, and dominate RLC's foreign reference")
-        scales = [moments(z.max(axis=-1))[1] for z in (by_view[0].raw, by_view[0].filtered)]
-        foreign = [list(residuals) for residuals in self.foreign or [[] for _ in blocks]]
-        for index, block in enumerate(blocks if self.tasks else []):  # Line 7.
-            earlier = [task.views[index] for task in self.tasks]
-            foreign[index].append(foreign_residuals(block, earlier))
-        self.tasks, self.foreign, self.references = [*self.tasks, Task(views, *scales)], foreign, []
-        self._append(given, by_view[0].raw[:, 0].argmax(axis=1))
+        inputs.check_neighbours(self.settings.neighbours, given.task, given.counts)
+
+    def add(self, given: inputs.TaskInput, task: Task, foreign: Any, predicted: Any) -> None:
+        """Adds a task's statistics, its u_j by view, and the rows that its head predicts."""
+        for name, view in zip(inputs.VIEWS, task.views, strict=False):
+            if view.residual[0] == 0.0:
+                name = inputs.name_of(f"{name} features", given.task)
+                count = f"{len(view.basis)} directions hold all variance of {len(given.rows)}"
+                _LOGGER.warning(f"{name}: {count} samples: RLC cannot judge inputs within them")
+        known = self.foreign or [[] for _ in task.views]
+        new = [[u] for u in foreign] or known
+        self.foreign = [[*pair[0], *pair[1]] for pair in zip(known, new, strict=True)]
+        self.tasks = [*self.tasks, task]
+        self.references = []
+        self._append(given, predicted)
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC, and with `release` discards F^v, as line 13 does."""
@@ -414,16 +480,13 @@ class FDC(Calibrator):
         self.references = self.references or [*map(fit_foreign, self.foreign or [])]
         self.foreign = None if release else self.foreign
 
-    def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
-        """Returns the measurements of a batch against all tasks (lines 15 to 17); see `score`."""
+    def batch(self, adapted: Any, pretrained: Any = None) -> tuple[list[Blocks], list[Any]]:
+        """Returns blocks of a batch by view, and packed tasks and log ratios of these views."""
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
         needed = self.settings.pretrained_view_weight > 0.0
         given = self._batch(adapted, pretrained, needed)
-        blocks, count = compiled.blocks_of(given), len(given)
-        measured = self._by_block(blocks, self._packed[:count], self.heads)
-        fitted = self._packed[:count], self.references[:count], self.settings
-        return Terms(blocks[0], measured, *fitted, self.classes)
+        return compiled.blocks_of(given), [part[: len(given)] for part in self._packed]
 
     @cached_property
     def _unit_means(self) -> list[Float[np.ndarray, "c d"]]:
@@ -432,21 +495,23 @@ class FDC(Calibrator):
         return [np.concatenate([task.prototypes for task in view])[present] for view in views]
 
     @cached_property
-    def _packed(self) -> list[PackedTasks]:
-        return pack(self.tasks, self.counts, self.heads, self.settings.attenuation)
-
-    def measure(self, views: Sequence[Array], tasks: Any, heads: Any) -> list[Measured]:
-        """Returns `measure` of a batch by view; other functions may compile it."""
-        settings = self.settings.attenuation, self.settings.neighbours, heads[0].affine.normalised
-        return [measure(*pair, *settings) for pair in zip(views, tasks, strict=True)]
-
-    def _by_block(self, blocks: Sequence[Blocks], tasks: list[PackedTasks], heads: Any) -> Any:
-        """Returns measurements by block and view."""
-        return compiled.map_blocks(lambda *views: self.measure(views, tasks, heads), *blocks)
+    def _packed(self) -> tuple[list[PackedTasks], list[Array]]:
+        ratios = [log_ratio(*reference).astype(np.float32) for reference in self.references]
+        return pack(self.tasks, self.counts, self.heads), jax.device_put(ratios)
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 15 to 20)."""
-        return self.terms(adapted, pretrained).fuse()
+        blocks, packed = self.batch(adapted, pretrained)
+        settings = jax.device_put((self.settings, Switches()))
+        parts = [calibrated(views, *packed, *settings) for views in zip(*blocks, strict=True)]
+        scores, rows = blocks[0].gather(parts)
+        return Scores(scores[:, : self.num_tasks], rows[:, : self.num_tasks], self.classes)
+
+    def terms(self, adapted: Any, pretrained: Any = None) -> Any:
+        """Returns `terms.Terms`, measurements of a batch for scores with any components."""
+        from fdc_jax.calibration import terms  # which reads this module
+
+        return terms.of(self, adapted, pretrained)
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
         """Returns the scores of `COMPONENTS`; those of one view only if there are two."""

@@ -34,8 +34,9 @@ from jaxtyping import Bool, Float, Int
 
 from fdc_jax.calibration import checks, confidence, drift, familiarity, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
-from fdc_jax.calibration.compiled import in_blocks, padded, padded_size
+from fdc_jax.calibration.compiled import in_blocks
 from fdc_jax.calibration.familiarity import OWN_SHARE, shared_precision
+from fdc_jax.calibration.shapes import padded, padded_size
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from fdc_jax.calibration.compiled import in_blocks, squared_norm
+from fdc_jax.calibration.compiled import in_blocks
+from fdc_jax.calibration.shapes import squared_norm
 from fdc_jax.errors import InputError
 from fdc_jax.heads import KINDS
 
@@ -246,6 +247,13 @@ def task_classes(
         raise InputError(f"{labels_name}: {wrong} is none of the head's classes")
     samples = dict(zip(present.tolist(), counts.tolist(), strict=True))
     return classes, np.array([samples.get(label, 0) for label in classes.tolist()], np.int64)
+
+
+def check_neighbours(neighbours: int, task: int, counts: Int[np.ndarray, " c"]) -> None:
+    """Raises InputError if a task has fewer classes with samples than there are neighbours."""
+    if (present := int((counts > 0).sum())) < neighbours:
+        expected = f"{neighbours} neighbours need as many classes with samples"
+        raise InputError(f"{name_of('labels', task)}: {expected}, found {present}")
 
 
 def check_new(

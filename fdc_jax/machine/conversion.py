@@ -2,9 +2,11 @@
 
 import re
 import typing
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from fdc_jax.errors import InputError, escaped, nearest
 
@@ -24,10 +26,15 @@ _NOUN = re.compile(rf"\b({'|'.join(NOUNS)})\b")
 def convert(value: object, kind: type[T], prefix: str = "") -> T:
     """Returns a value as an object of a type, with the ranges of the type checked.
 
+    NumPy's numbers in a mapping count as Python's.
+
     Raises:
         InputError: a part of the value is wrong: "FIELD: expected a whole number >= 0, found -1".
             FIELD is the path of the part, after `prefix`.
     """
+    if isinstance(value, Mapping):
+        numbers = {k: v.item() for k, v in value.items() if isinstance(v, np.number)}
+        value = {**value, **numbers}
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -111,13 +111,13 @@ with jax.log_compiles():
         streams.fit(found, [task])
         found.components(*(view[: 120 * count] for view in views))
 print(names)
-assert "measure" in " ".join(names) and "fuse" in " ".join(names)
-assert len(names) <= 12, names
+assert "measure_views" in " ".join(names) and "fuse" in " ".join(names)
+assert len(names) <= 6, names
 """
 
 
 @pytest.mark.ci
-def test_a_run_like_the_digits_compiles_twelve_programs_at_most():
+def test_a_run_like_the_digits_compiles_six_programs():
     run = subprocess.run([sys.executable, "-c", PROGRAMS], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 

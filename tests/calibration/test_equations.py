@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
-from fdc_jax.calibration import compiled, fdc
+from fdc_jax.calibration import compiled, fdc, shapes
 
 
 def mean_and_basis(features, share):
     """Returns m_t and U_t as a task is fitted."""
     rows, blocks = np.zeros(len(features), int), compiled.Blocks(features)
-    mean, _ = fdc.mean_and_prototypes(blocks, rows, 1)
-    return mean, fdc.pca([blocks], rows, [mean], share)[0]
+    rows = blocks.place(rows)
+    ((mean, _),) = fdc.means_and_prototypes([blocks], rows, np.array([len(features)]))
+    return mean, compiled.principal(blocks, rows, mean, [share])[0]
 
 
 def features_of_spectrum(seed, samples, width, rank, decay, offset=0.0):
@@ -49,7 +50,8 @@ def test_components_of_fewer_samples_than_dimensions(samples, width, share, offs
     np.testing.assert_allclose(found @ found.T, np.eye(len(basis)), atol=1e-6)
     np.testing.assert_allclose(found.T @ found, basis.T @ basis, atol=3e-5)
     probes = features + np.random.default_rng(1).normal(size=features.shape).astype(np.float32)
-    ratio = fdc.residual_ratio(probes - found_mean, found)[0]
+    centred = probes - found_mean
+    ratio = fdc.residual_ratio(centred, centred @ found.T)
     np.testing.assert_allclose(ratio, residual_ratios(probes, mean, basis), atol=1e-4)
 
 
@@ -97,13 +99,15 @@ def test_equal_samples_have_no_subspace(samples, width):
     ],
 )
 def test_rank_is_the_fewest_components(values, share, count, rank):
-    assert fdc.retained_rank(np.array(values, float), share, count) == rank
+    variances = np.array(values, float)
+    total = np.clip(variances, 0.0, None).sum()
+    assert compiled.retained_ranks(variances, total, 1e-6, [share, 0.1], count)[0] == rank
 
 
 def test_padded_sizes_are_few_and_tight():
-    sizes = np.array([compiled.padded_size(size) for size in range(1, 1001)])
+    sizes = np.array([shapes.padded_size(size) for size in range(1, 1001)])
     assert (sizes >= np.arange(1, 1001)).all()
     assert (sizes <= 1.25 * np.arange(1, 1001)).all()
     assert (sizes <= 1.125 * np.arange(1, 1001))[63:].all()
     assert len(set(sizes)) <= 4 * 6 + 8 * 4
-    assert compiled.padded_size(3, 8) == 8 and compiled.padded_size(83, 8) == 88
+    assert shapes.padded_size(3, 8) == 8 and shapes.padded_size(83, 8) == 88

@@ -147,7 +147,7 @@ def test_more_foreign_or_less_akin_lowers_the_score(seed):
     adapted = np.stack([along, far]).astype(np.float32)
     pretrained = np.stack([found.tasks[0].views[1].mean] * 2)
     terms = found.terms(adapted, pretrained)
-    ratios = np.polyval(terms.log_ratios[0], terms.standardised(0)[0])
+    ratios = np.polyval(terms.ratios[0], terms.standardised(0)[0])
     assert ratios[0, 0] < 0 < ratios[1, 0]
     akin = np.stack([view.prototypes[0], -view.prototypes[0]])
     q = found.terms(akin, pretrained).standardised(0)[1]

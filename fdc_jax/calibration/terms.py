@@ -1,0 +1,61 @@
+"""Measurements of a batch by FDC, from which its scores with any components follow."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from fdc_jax.calibration import fdc
+from fdc_jax.calibration.calibrator import Scores
+from fdc_jax.calibration.compiled import Blocks
+
+
+class Terms(NamedTuple):
+    """Measurements of a batch against all tasks; `fuse` combines them under any switches."""
+
+    blocks: Blocks
+    measured: Sequence[Sequence[fdc.Measured]]  # by block and view, on the device
+    tasks: Sequence[fdc.PackedTasks]  # by view
+    ratios: Sequence[Float[Array, " 3"]]  # `fdc.log_ratio` by view
+    settings: fdc.Settings
+    classes: Sequence[Int[np.ndarray, " c"]]
+
+    def fuse(self, *on: bool, **switches: bool) -> Scores:
+        """Returns the scores with some components on, by fields of `fdc.Switches`.
+
+        Without any they are the raw logits.
+        """
+        numbers = jax.device_put((self.settings, fdc.Switches(*on, **switches)))
+        common = self.tasks, self.ratios, *numbers
+        scores, rows = self.blocks.gather([fdc.fuse(block, *common) for block in self.measured])
+        count = len(self.classes)
+        return Scores(scores[:, :count], rows[:, :count], self.classes)
+
+    def standardised(self, view: int) -> tuple[Float[np.ndarray, "n tasks"], ...]:
+        """Returns u_t and q_t in one view."""
+        numbers = jax.device_put((self.settings.neighbours, False))
+        parts = [_evidence(block[view], self.tasks[view], *numbers) for block in self.measured]
+        return tuple(part[:, : len(self.classes)] for part in self.blocks.gather(parts))
+
+    def by_class(self) -> Float[np.ndarray, "n classes"]:
+        """Returns S_t - (largest filtered logit of t - the class's own); not in the paper."""
+        gamma = jax.device_put(self.settings.attenuation)
+        parts = [_filtered(block[0], self.tasks[0], gamma) for block in self.measured]
+        logits = self.blocks.gather(parts)
+        tasks = range(len(self.classes))
+        margins = logits - logits.max(axis=-1, keepdims=True)
+        scores = self.fuse().task_scores[..., None] + margins[:, : len(tasks)]
+        return np.hstack([scores[:, t, : len(self.classes[t])] for t in tasks])
+
+
+_evidence = jax.jit(fdc.evidence)
+_filtered = jax.jit(fdc.filtered)
+
+
+def of(calibrator: fdc.FDC, adapted: Any, pretrained: Any = None) -> Terms:
+    """Returns the measurements of a batch against all tasks (lines 15 to 17); see `FDC.score`."""
+    blocks, (tasks, ratios) = calibrator.batch(adapted, pretrained)
+    measured = [fdc.measure_views(views, tasks) for views in zip(*blocks, strict=True)]
+    return Terms(blocks[0], measured, tasks, ratios, calibrator.settings, calibrator.classes)
