@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import numpy as np
 import pytest
 
@@ -270,24 +269,3 @@ def test_released_residuals_end_fitting_and_nothing_else():
     np.testing.assert_array_equal(found.score(*inputs).task_scores, before.task_scores)
     with pytest.raises(InputError, match="residuals were released: no further task"):
         streams.fit(found, stream[2:])
-
-
-@pytest.mark.parametrize("processor", [True, False])
-def test_statistics_are_decomposed_on_the_host_of_a_tpu(monkeypatch, processor):
-    """Where JAX has the host's processor."""
-    used, put, host = [], jax.device_put, jax.devices()[0]
-
-    def device_put(value, device=None):
-        used.append(device)
-        return put(value, device)
-
-    def local_devices(backend):
-        if processor:
-            return [host]
-        raise RuntimeError("no such backend")
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(jax, "local_devices", local_devices)
-    monkeypatch.setattr(jax, "device_put", device_put)
-    streams.fitted(streams.known(2, 2))
-    assert (host in used) == processor
