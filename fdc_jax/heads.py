@@ -5,6 +5,7 @@ Calibration"). All heads are affine in h or in h/|h|: `head.affine` is that form
 NumPy or JAX, and the results likewise.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -90,3 +91,23 @@ KINDS = {
     CosineHead: "cosine",
     NearestMeanHead: "nearest_mean",
 }
+
+
+def as_head(layer: Any) -> Any:
+    """Returns a linear layer of PyTorch or Flax as a `LinearHead`, and other values unchanged.
+
+    PyTorch's layer has `weight` [c, d] and `bias`. Flax's has `kernel` [d, c] and `bias`, as
+    attributes (nnx) or as parameters in a mapping (linen).
+    """
+    if type(layer) in KINDS:
+        return layer
+    if isinstance(layer, Mapping):
+        kernel, weight, bias = layer.get("kernel"), None, layer.get("bias")
+    elif hasattr(layer, "in_features"):
+        kernel, weight, bias = (getattr(layer, name, None) for name in ("kernel", "weight", "bias"))
+    else:
+        return layer
+    if kernel is not None:
+        weight = kernel.T
+    bias = 0.0 if bias is None else bias
+    return layer if weight is None else LinearHead(weight, bias)

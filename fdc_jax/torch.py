@@ -45,7 +45,7 @@ def pooled(model: Any, inputs: Any, layer: str = "") -> Any:
     Args:
         model: the model.
         inputs: images, or a mapping of the model's keyword arguments.
-        layer: name of the layer with the features as input.
+        layer: name of the layer with the features as input, or of an `nn.ModuleList` of heads.
 
     Raises:
         InputError: the model has no such layer, or does not use it.
@@ -69,7 +69,13 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
     base, calls = _base(model), []
     if not layer and hasattr(base, "forward_head"):  # timm
         return base.forward_head(base.forward_features(inputs), pre_logits=True)
-    modules = {layer: _named_layer(base, layer)} if layer else _linear_layers(base)
+    modules = _linear_layers(base)
+    if layer:
+        named = _named_layer(base, layer)
+        several = isinstance(named, nn.ModuleList)  # a head per task
+        modules = (
+            {f"{layer}.{i}": head for i, head in enumerate(named)} if several else {layer: named}
+        )
 
     def keep(name: str) -> Callable[..., None]:
         return lambda _, args, output: calls.append((name, args[0], output))
@@ -81,6 +87,12 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
         for hook in hooks:
             hook.remove()
     output = getattr(output, "logits", output)  # a result of transformers
+    parts = output if isinstance(output, list | tuple) else ()
+    if not layer and any(call[2] is part for call in calls for part in parts):
+        raise InputError(
+            f"{type(base).__name__}: expected features or logits of one head, found those of "
+            f"{len(parts)} linear layers; name the nn.ModuleList of heads by layer="
+        )
     calls = [call for call in calls if layer or call[2] is output]
     if layer and not calls:
         raise InputError(f"layer: expected one that the model uses for its output, found {layer}")
@@ -197,6 +209,8 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
     base = _base(layer)
     if name:
         layer = _named_layer(base, name)
+        if isinstance(layer, nn.ModuleList):
+            raise InputError(f"layer: {name} has a head per task; name one, such as {name}.0")
     elif isinstance(layer, nn.Module):
         top = base.get_classifier() if hasattr(base, "get_classifier") else base
         top = _unwrapped(getattr(top, "classifier", top))
@@ -214,13 +228,21 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
         )
     bias = getattr(layer, "bias", None)
     bias = torch.zeros(len(weight)) if bias is None else bias
-    arrays = (part.detach().float().cpu().numpy() for part in (weight, bias))
-    return heads.LinearHead(*(array[rows].copy() for array in arrays))  # Training may go on.
+    arrays = [part.detach().float().cpu().numpy() for part in (weight, bias)]
+    try:
+        return heads.LinearHead(*(array[rows].copy() for array in arrays))  # Training may go on.
+    except IndexError as error:
+        raise InputError(
+            f"layer: expected a row for each class, found {len(weight)} rows ({error}); if the "
+            "model has a head per task, name their nn.ModuleList by layer=, or give head="
+        ) from error
 
 
 def _rows(features: Any) -> tuple[torch.Tensor, ...]:
     """Returns the features of one or two views; raises InputError if they are not rows."""
     views = tuple(features) if isinstance(features, list | tuple) else (features,)
+    if len(views) not in (1, 2):
+        raise InputError(f"features: expected one or two views, found {len(views)}")
     for view in views:
         if getattr(view, "ndim", 0) != 2:
             shape = list(view.shape) if isinstance(view, torch.Tensor) else type(view).__name__
@@ -245,7 +267,8 @@ class Calibrated(nn.Module):
         module: the model, or an `nn.ModuleList` of it and its pretrained state.
         calibrator: from `calibration.make` or `calibration.load`.
         views: see `collect`; by default `pooled`. A module with a lambda cannot be pickled.
-        layer: name of the last layer, if `pooled` and `head_of` miss it.
+        layer: name of the last layer, if `pooled` and `head_of` miss it, or of the `nn.ModuleList`
+            of heads, one per task.
 
     Attributes:
         classes: label of every column, ascending, [classes].
@@ -306,11 +329,21 @@ class Calibrated(nn.Module):
         classes = np.unique(labels) if classes is None else np.asarray(classes)
         if head is None and self.calibrator.needs_heads:
             model = self.module[0] if isinstance(self.module, nn.ModuleList) else self.module
-            head = head_of(model, classes, self.layer)
+            head = self._head(model, classes)
         self.calibrator.fit_task(adapted, labels, head, pretrained, classes, self.previous)
         self.calibrator.finalize()
         self.previous = None
         self._sort_classes()
+
+    def _head(self, model: nn.Module, classes: np.ndarray) -> heads.LinearHead:
+        """Returns the rows of the task's classes, or the task's own head of several."""
+        named = _named_layer(_base(model), self.layer) if self.layer else None
+        if not isinstance(named, nn.ModuleList):
+            return head_of(model, classes, self.layer)
+        task = self.calibrator.num_tasks
+        if task >= len(named):
+            raise InputError(f"layer: expected a head for task {task} (from 0), found {len(named)}")
+        return head_of(named[task])
 
     def forward(self, inputs: Any) -> torch.Tensor:
         """Returns scores of all classes, [n, classes], for images or a batch of a loader."""

@@ -2,12 +2,15 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import fdc_jax
-from fdc_jax import calibration, export, report
+from fdc_jax import calibration, export, heads, report
 from fdc_jax.errors import InputError
 from fdc_jax.estimator import ContinualClassifier
 from fdc_jax.features import feature_files
@@ -214,3 +217,71 @@ def test_runs_name_wrong_tasks_and_images(whole):
     for name in (3, "..", "*", "nosuch", b"fdc", "/etc", "a\0b"):
         with pytest.raises(InputError):
             run.calibrator(name)
+
+
+class Tensor:
+    """A stand-in for a tensor of PyTorch that requires a gradient, or is on another device."""
+
+    def __init__(self, array, requires_grad=True, on_host=True):
+        self.array, self.requires_grad, self.on_host = array, requires_grad, on_host
+
+    def __array__(self, dtype=None, copy=None):
+        if self.requires_grad:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+        if not self.on_host:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy.")
+        return np.array(self.array, dtype)
+
+    def detach(self):
+        return Tensor(self.array, False, self.on_host)
+
+    def cpu(self):
+        return Tensor(self.array, self.requires_grad)
+
+
+def linear_layers():
+    """Returns layers with the weights of the second task's head, by kind."""
+    weight, bias = SECOND.weight, SECOND.bias
+    of_flax = nnx.Linear(weight.shape[1], len(weight), rngs=nnx.Rngs(0))
+    of_flax.kernel[...], of_flax.bias[...] = jnp.asarray(weight.T), jnp.asarray(bias)
+    torch_layer = SimpleNamespace(in_features=16, weight=Tensor(weight), bias=Tensor(bias))
+    on_gpu = (Tensor(array, on_host=False) for array in (weight, bias))
+    return {
+        "parameters with gradients": heads.LinearHead(Tensor(weight), Tensor(bias)),
+        "parameters on a GPU": heads.LinearHead(*on_gpu),
+        "layer of PyTorch": torch_layer,
+        "parameters of linen": {"kernel": weight.T, "bias": bias},
+        "layer of nnx": of_flax,
+    }
+
+
+KINDS = ("parameters with gradients", "parameters on a GPU", "layer of PyTorch")
+KINDS += ("parameters of linen", "layer of nnx")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_layers_of_other_libraries_are_heads(kind):
+    head = linear_layers()[kind]
+    for method in ("fdc", "vim"):  # the latter needs linear heads
+        expected, actual = calibration.make(method), calibration.make(method)
+        expected.fit_task(SECOND.adapted, SECOND.labels, SECOND.head)
+        actual.fit_task(SECOND.adapted, SECOND.labels, head)
+        actual.finalize()
+        streams.same_scores(actual, streams.fit(expected, []), [SECOND.adapted])
+        actual.replace_heads([head])
+        streams.same_scores(actual, expected, [SECOND.adapted])
+
+
+def test_a_layer_without_a_bias_is_a_head():
+    layer = SimpleNamespace(in_features=16, weight=Tensor(SECOND.weight), bias=None)
+    for head in (layer, {"kernel": SECOND.weight.T}):
+        calibrator = calibration.make("raw")
+        calibrator.fit_task(SECOND.adapted, SECOND.labels, head)
+        scores = calibrator.class_scores(SECOND.adapted)
+        np.testing.assert_allclose(scores, SECOND.adapted @ SECOND.weight.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", [len, {"weight": 3}, SimpleNamespace(weight=SECOND.weight)])
+def test_other_layers_are_named(head):
+    with pytest.raises(InputError, match=r"^head of task 0 \(from 0\): expected one of LinearHead"):
+        calibration.make("raw").fit_task(SECOND.adapted, SECOND.labels, head)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from fdc_jax import calibration
+from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 from tests.integrations.conftest import run_program
@@ -383,3 +383,61 @@ def test_program_of_the_page_with_an_adapter(transformers, tmp_path, capsys):
         assert scores.shape == (len(images), 20)
         for each in others:
             assert torch.equal(each.eval()(images), scores)
+
+
+class HeadPerTask(torch.nn.Module):
+    """An encoder with a head for each of two tasks; images go to the heads learned so far."""
+
+    def __init__(self, listed=True):
+        super().__init__()
+        self.encoder, self.learned, self.listed = torch.nn.Linear(6, 8), 1, listed
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(8, 2), torch.nn.Linear(8, 3)])
+
+    def forward(self, images):
+        features = torch.relu(self.encoder(images))
+        logits = [head(features) for head in self.heads[: self.learned]]
+        return logits if self.listed else torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_list_of_heads_is_a_head_per_task(listed):
+    torch.manual_seed(0)
+    model = HeadPerTask(listed)
+    calibrated = fdc_torch.Calibrated(model, calibration.make("raw"), layer="heads")
+    batches = [
+        (torch.randn(20, 6), torch.arange(20) % 2),
+        (torch.randn(30, 6), 2 + torch.arange(30) % 3),
+    ]
+    for task, batch in enumerate(batches):
+        model.learned = task + 1
+        calibrated.after_task([batch])
+    images = torch.randn(9, 6)
+    model.listed = False
+    np.testing.assert_allclose(calibrated(images), model(images).detach(), atol=1e-5)
+    with pytest.raises(InputError, match=r"layer: expected a head for task 2 .from 0., found 2"):
+        calibrated.after_task([(torch.randn(4, 6), 5 + torch.arange(4) % 2)])
+
+
+def test_heads_of_several_tasks_that_are_not_named_are_an_error():
+    model, labels = HeadPerTask(), torch.arange(20) % 2
+    model.learned = 2
+    with pytest.raises(InputError, match=r"found those of 2 linear layers; name the nn.ModuleList"):
+        fdc_torch.collect(model, [(torch.randn(20, 6), labels)])
+    calibrated = fdc_torch.Calibrated(torch.nn.Linear(6, 2), calibration.make("raw"))
+    calibrated.after_task([(torch.randn(20, 6), labels)])
+    with pytest.raises(InputError, match="layer: expected a row for each class, found 2 rows"):
+        calibrated.after_task([(torch.randn(20, 6), labels + 2)])
+    with pytest.raises(InputError, match="expected one or two views, found 3"):
+        fdc_torch.collect(
+            torch.nn.Identity(), [(torch.zeros(4, 3), labels[:4])], lambda *_: [1] * 3
+        )
+
+
+def test_layers_and_parameters_with_gradients_are_heads():
+    (task,) = streams.known(0, 1)
+    layer = torch.nn.Linear(16, 3)
+    for head in (layer, heads.LinearHead(layer.weight, layer.bias)):
+        calibrator = calibration.make("raw")
+        calibrator.fit_task(task.adapted, task.labels, head)
+        expected = layer(torch.tensor(task.adapted)).detach()
+        np.testing.assert_allclose(calibrator.class_scores(task.adapted), expected, atol=1e-5)

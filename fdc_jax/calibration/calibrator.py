@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from fdc_jax.calibration import checks, inputs, storage
 from fdc_jax.errors import InputError
+from fdc_jax.heads import as_head
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
 
@@ -107,8 +108,8 @@ class Calibrator:
             adapted: features E_t(D_t), [n, d], as an array of NumPy, JAX or any library that offers
                 `__array__` or `__dlpack__`; memory maps are read block by block.
             labels: integers [n].
-            head: the task's head (`fdc_jax.heads`), of the same kind for all tasks; None for
-                calibrators that need none.
+            head: the task's head (`fdc_jax.heads`, or a linear layer of PyTorch or Flax), of the
+                same kind for all tasks; None for calibrators that need none.
             pretrained: features E_0(D_t), [n, e], for all tasks or for none.
             classes: label of each head row [c]; by default the labels in ascending order. Only
                 named classes may have no sample; statistics then never predict them.
@@ -225,6 +226,7 @@ class Calibrator:
 
         Of several heads that replace others, `first` is the first one.
         """
+        head, first = as_head(head), as_head(first)
         part = "head" if first is None else "final head"
         if head is None and self.needs_heads:
             raise inputs.missing(part, task, self.name)

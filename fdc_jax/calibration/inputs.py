@@ -49,10 +49,14 @@ def host_array(value: Any, name: str) -> np.ndarray:
         return value if isinstance(value, np.memmap) else np.asarray(value)
     reason: Exception | str = f"found {type(value).__name__}"
     readers: list[Any] = []
+    if hasattr(value, "detach"):  # PyTorch, whose parameters require gradients
+        value = value.detach()
     if hasattr(value, "__array__") or isinstance(value, list | tuple):
         readers.append(np.asarray)
     if hasattr(value, "__dlpack__"):  # Unlike NumPy's reader, JAX's knows bfloat16.
         readers.append(lambda array: np.asarray(jnp.from_dlpack(array)))
+    if hasattr(value, "cpu"):  # on a device that JAX does not have
+        readers.append(lambda array: np.asarray(array.cpu()))
     for read in readers:
         try:
             return read(value)

@@ -304,6 +304,7 @@ def write_task(
         InputError: earlier tasks have heads of another kind, or a file cannot be written.
     """
     path = named_path("folder", folder) / "head_kind.npy"
+    head = heads.as_head(head)
     kind = heads.KINDS[type(head)]
     if task > 0 and path.exists() and (stored := str(read_npy(path))) != kind:
         raise InputError(f"{path}: expected {kind}, the kind of head {task} (from 0), is {stored}")

@@ -94,7 +94,7 @@ class Comparator(Calibrator):
 
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         checked = super()._head(head, task, width, first)
-        if self.needs_linear and not isinstance(head, LinearHead):
+        if self.needs_linear and not isinstance(checked, LinearHead):
             name, kind = inputs.name_of("head", task), type(head).__name__
             raise inputs.NotApplicable(f"{name}: {self.name} needs linear heads, found a {kind}")
         return checked
