@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ class Row(NamedTuple):
     learner: str
     calibrator: str
     quantity: str  # kind, see `quantities.split`
-    mean: float | None = None
+    mean: float = math.nan
     std: float | None = None  # sample deviation over seeds
     n: int | None = None  # number of seeds
     low: float | None = None  # of the 95 % interval
@@ -161,7 +162,8 @@ class Group:
             difference_high=gap and gap.high,
             settings=self.title,
         )
-        return Row(*(None if cell != cell else cell for cell in row))
+        unknown = {name for name, cell in row._asdict().items() if cell != cell}
+        return row._replace(**dict.fromkeys(unknown))
 
 
 def load(

@@ -347,7 +347,8 @@ def of_reference(path: str | Path, lines: Sequence[Line], groups: Sequence[Group
     """Builds the table of the lines of a file that are about one of the groups."""
     means = reference.published(lines)
 
-    def find(*key: str) -> Published | None:
+    def find(benchmark: str, learner: str, quantity: str) -> Published | None:
+        key = benchmark, learner, quantity
         return means[key] if key in means else None
 
     def quantities_of(groups: Sequence[Group]) -> dict[str, str]:
