@@ -1,5 +1,6 @@
 """Measured numbers of the README and docs/ against their files in results/."""
 
+import csv
 import json
 import re
 import statistics
@@ -108,3 +109,14 @@ def test_learners_of_reduced_cifar100(name):
     shown.append(spread([run["accuracy"]["fdc"] for run in runs]))
     shown.append(spread([run["accuracy"]["oracle"] for run in runs]))
     assert cells == shown
+
+
+def test_pytorch_and_the_digits_command_agree():
+    """Both train with the same random numbers; a test image is 0.17 of a percent."""
+    with open(REPOSITORY / "results" / "reference_pytorch_digits.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    accuracy = saved("digits")["accuracy"]
+    for quantity in ("raw", "fdc", "oracle"):
+        values = [float(line["value"]) for line in lines if line["quantity"] == quantity]
+        assert len(values) == 3
+        assert statistics.mean(values) == pytest.approx(accuracy[quantity]["mean"], abs=0.2)
