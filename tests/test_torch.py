@@ -21,7 +21,6 @@ torch = pytest.importorskip("torch", reason="needs PyTorch, which the package do
 
 from fdc_jax import torch as fdc_torch  # noqa: E402
 
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
