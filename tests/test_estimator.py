@@ -1,7 +1,9 @@
 """The estimator: scikit-learn's own checks, and the same numbers as the calibrators by hand."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import joblib
 import numpy as np
@@ -16,6 +18,7 @@ from sklearn.utils.estimator_checks import check_estimator, parametrize_with_che
 
 import fdc_jax
 from fdc_jax import ContinualClassifier, FDCClassifier, calibration
+from fdc_jax.calibration import inputs
 from fdc_jax.errors import InputError
 from fdc_jax.estimator import closed_form_head
 from tests.calibration import streams
@@ -278,3 +281,53 @@ def test_probabilities_agree_with_predictions_and_are_of_gaussians_alone():
     np.testing.assert_allclose(chances.sum(axis=1), 1.0)
     np.testing.assert_array_equal(found.classes_[chances.argmax(axis=1)], found.predict(X))
     assert not hasattr(FDCClassifier(), "predict_proba")
+
+
+FORKED = """
+import multiprocessing, sys, warnings
+import numpy as np
+from fdc_jax import FDCClassifier
+from fdc_jax.errors import InputError
+
+warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+rng = np.random.default_rng(0)
+X, y = rng.normal(size=(80, 8)), np.arange(80) % 4
+
+def predict(classifier):
+    try:
+        return classifier.predict(X).tolist()
+    except InputError as error:
+        return str(error)
+
+if __name__ == "__main__":
+    fitted = FDCClassifier().fit(X, y, y // 2)
+    for method in ("fork", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            answer = pool.apply_async(predict, (fitted,)).get(timeout=100)
+        print(answer if isinstance(answer, str) else answer == fitted.predict(X).tolist())
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_forked_process_is_an_error_and_a_new_one_predicts(tmp_path):
+    (tmp_path / "program.py").write_text(FORKED)
+    root = Path(fdc_jax.__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    forked, new = done.stdout.splitlines()
+    assert forked.startswith("this process was forked from one that has used JAX")
+    assert new == "True"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_fork_of_a_process_without_jax_is_accepted(monkeypatch):
+    monkeypatch.setattr(inputs, "_process", {})
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    inputs.refuse_fork()
+    inputs.refuse_fork()
+    monkeypatch.setattr(os, "getpid", lambda: 8)
+    with pytest.raises(InputError, match="forked from one that has used JAX"):
+        inputs.refuse_fork()

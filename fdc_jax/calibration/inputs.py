@@ -4,6 +4,7 @@ Arrays come from NumPy (memory maps included), JAX, or any library that offers `
 `__dlpack__`. Error messages count tasks from 0.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from fdc_jax.heads import KINDS
 BLOCK_ROWS = 1024
 
 VIEWS = ("adapted", "pretrained")
+
+# The process that has used JAX for a calibrator, or none.
+_process: dict[str, int] = {}
 
 
 class NotApplicable(InputError):
@@ -72,12 +76,22 @@ def refuse_masked(value: Any, name: str) -> None:
         raise InputError(f"{name}: expected an array without a mask, found that {count}")
 
 
+def refuse_fork() -> None:
+    """Raises InputError in a fork of a process that has used JAX, whose threads are not copied."""
+    if _process.setdefault("id", os.getpid()) != os.getpid():
+        raise InputError(
+            "this process was forked from one that has used JAX, and would wait forever; start "
+            'processes with multiprocessing.get_context("spawn") or "forkserver"'
+        )
+
+
 def feature_array(value: Any, name: str, width: int | None = None) -> Any:
     """Returns features [n, width] after checks, in their number type; JAX arrays stay in place.
 
     Raises InputError if the array is not two-dimensional, has no columns or another width, does not
     hold real numbers, or has a row that is not finite in float32.
     """
+    refuse_fork()
     on_devices = isinstance(value, jax.Array) and value.is_fully_addressable
     array: Any = value if on_devices else host_array(value, name)
     if array.ndim != 2 or array.shape[1] == 0:
