@@ -88,7 +88,7 @@ def _cut(features: Float[Array, "n d"], start: Any, shards: int, rows: int) -> A
 def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]) -> Any:
     """Returns a tree of arrays [n, ...]: `kernel(fitted, *views)`, computed in blocks of rows."""
     columns = blocks_of(views)
-    function = partial(jax.jit(kernel), fitted)
+    function = partial(jax.jit(kernel), jax.device_put(fitted))
     return columns[0].gather([*map(function, *columns)])
 
 

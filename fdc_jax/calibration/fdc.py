@@ -386,13 +386,13 @@ def fuse(
     `measured`, `tasks` and `ratios` (`log_ratio`) have an item by view. RLC says nothing if neither
     the input nor any sample of the task has a residual.
     """
-    logits = filtered(measured[0], tasks[0], on.tsf * settings.attenuation)
+    logits = filtered(measured[0], tasks[0], jnp.where(on.tsf, settings.attenuation, 0.0))
     score = logits.max(axis=-1)
     scale = jnp.where(on.tsf, tasks[0].scales[:, 1], tasks[0].scales[:, 0])[None]
-    alpha = on.rlc * settings.rlc_weight
-    beta = on.pac * settings.pac_weight
-    adapted = on.adapted_view * settings.adapted_view_weight
-    pretrained = on.pretrained_view * settings.pretrained_view_weight
+    alpha = jnp.where(on.rlc, settings.rlc_weight, 0.0)
+    beta = jnp.where(on.pac, settings.pac_weight, 0.0)
+    adapted = jnp.where(on.adapted_view, settings.adapted_view_weight, 0.0)
+    pretrained = jnp.where(on.pretrained_view, settings.pretrained_view_weight, 0.0)
     views = zip(measured, tasks, ratios, (adapted, pretrained), strict=False)
     for view, task, ratio, weight in views:
         u, q = evidence(view, task, settings.neighbours, on.nearest)

@@ -119,7 +119,7 @@ def _whitened(
     whitened, rows = products(features, factor.T), products(means, factor.T)
     if len(rows) == 1:
         return squared_norm(whitened - rows)[:, None]
-    squares = squared_norm(whitened)[:, None] + squared_norm(rows)
+    squares = squared_norm(whitened)[:, None] + squared_norm(rows)[None]
     return jnp.maximum(squares - 2.0 * products(whitened, rows), 0.0)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
 from fdc_jax.calibration.compiled import in_blocks
-from fdc_jax.calibration.inputs import BLOCK_ROWS, NotApplicable, whole_number
+from fdc_jax.calibration.inputs import BLOCK_ROWS, NotApplicable, float32, whole_number
 from fdc_jax.heads import products, unit
 
 _products = jax.jit(products)
@@ -70,7 +70,7 @@ class RanPAC(Comparator):
     @cached_property
     def _solved(self) -> Float[Array, "m classes"]:
         targets = np.concatenate(self.statistics, axis=1)
-        return jnp.asarray(solve_ridge(self.total, self.ridge, targets), jnp.float32)
+        return jax.device_put(float32(solve_ridge(self.total, self.ridge, targets)))
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         fitted = self._projection(features), self._solved
@@ -152,7 +152,7 @@ class AnaCP(Comparator):
         maps = []
         for gram, *sums in zip(grams, *by_task, strict=True):
             pulls = np.concatenate(sums, axis=1) @ targets
-            maps.append(jnp.asarray(solve_ridge(gram, self.ridge, pulls), jnp.float32))
+            maps.append(jax.device_put(float32(solve_ridge(gram, self.ridge, pulls))))
         random, root = np.random.default_rng([self.seed, 1]), np.linalg.cholesky(covariance)
         outer_gram, sums = np.zeros((self.projections, self.projections)), []
         step = max(1, BLOCK_ROWS // self.samples_per_class)  # classes in a block
@@ -163,7 +163,7 @@ class AnaCP(Comparator):
             outer_gram = with_gram(outer_gram, hidden)
             sums.append(_sums(hidden, _onehot(rows)))
         cross = np.concatenate(sums, axis=1)
-        return maps, jnp.asarray(solve_ridge(outer_gram, self.ridge, cross), jnp.float32)
+        return maps, jax.device_put(float32(solve_ridge(outer_gram, self.ridge, cross)))
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         matrices = self._matrices(features.shape[1])
@@ -192,7 +192,7 @@ def _spread(
 def _gaussians(seed: int, shape: tuple[int, int], count: int = 1) -> list[Float[Array, "d m"]]:
     """Returns the random matrices of a seed."""
     random = np.random.default_rng(seed)
-    return [jnp.asarray(random.standard_normal(shape, np.float32)) for _ in range(count)]
+    return [jax.device_put(random.standard_normal(shape, np.float32)) for _ in range(count)]
 
 
 def _onehot(rows: Int[np.ndarray, " n"]) -> Float[np.ndarray, "n c"]:
@@ -218,7 +218,7 @@ def _sums(hidden: np.ndarray, onehot: np.ndarray) -> Float[np.ndarray, "m c"]:
     total = np.zeros((hidden.shape[1], onehot.shape[1]))
     for start in range(0, len(hidden), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
-        total += np.asarray(_products(hidden[rows].T, onehot[rows].T))
+        total += jax.device_get(_products(*jax.device_put((hidden[rows].T, onehot[rows].T))))
     if not np.isfinite(total).all():
         raise NotApplicable(
             "features: their products are too large for float32; scale the features"
