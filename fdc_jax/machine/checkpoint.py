@@ -95,7 +95,7 @@ class Checkpoints:
         tree: Any,
         calibrators: Mapping[str, Callable[[Path], None]],
     ) -> None:
-        """Writes a checkpoint, whole or not at all, while the caller goes on.
+        """Writes a checkpoint in the background, whole or not at all.
 
         Args:
             number: its name, larger than those before.
@@ -130,7 +130,7 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Does the same in this process alone, as after an error."""
+        """Waits like `wait`, without other processes, which may have failed."""
         if self._manager is not None:
             with self._writing():
                 self._manager.wait_until_finished()

@@ -90,8 +90,8 @@ def seconds_per_pass(results: Results) -> float | None:
 def disk(config: Config, size: Size, state_bytes: int, width: int) -> int:
     """Returns the approximate bytes of the features, checkpoints and calibrators of a run."""
     features = 4 * width * (3 * size.train + 2 * size.test) if config.save_features else 0
-    # The newest and the final calibrators are kept, and consist mostly of the scatters of tasks.
-    calibrators = (config.checkpoint.keep + 2) * size.tasks * 4 * width**2
+    # Checkpoints and the finished run have calibrators, mostly the scatters of tasks.
+    calibrators = (config.checkpoint.keep + 1) * size.tasks * 4 * width**2
     return features + config.checkpoint.keep * state_bytes + calibrators
 
 

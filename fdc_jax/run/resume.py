@@ -29,7 +29,7 @@ Phase = Literal["training", "trained", "done"]
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is."""
+    """The progress of a run: a task, its phase, and its steps."""
 
     task: Count  # from 0
     phase: Phase
@@ -142,8 +142,9 @@ def _template(
     learner = dataclasses.replace(encoders.learner, setup=setup)
     tree = {"state": setups.first_state(learner)}
     if cursor.phase == "training":
-        place = (encoders.backbone, tree["state"], cursor.task, seed)
-        _, tree["trained"], tree["optimizer"] = setups.start_task(learner, learner.update(), *place)
+        update, backbone = learner.update(), encoders.backbone
+        started = setups.start_task(learner, update, backbone, tree["state"], cursor.task, seed)
+        _, tree["trained"], tree["optimizer"] = started
     return tree
 
 
