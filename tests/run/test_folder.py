@@ -100,6 +100,18 @@ def test_last_task_is_evaluated_again(whole, copy, cache):
     assert [event["task"] for event in small_runs.events(copy, "statistics")] == [0, 1, 1]
 
 
+@pytest.mark.ci
+def test_lost_features_of_the_encoder_before_are_computed_again(whole, second, cache, tmp_path):
+    """Class Gaussians without them would estimate no drift, and nothing would say so."""
+    folder = small_runs.copied(second, tmp_path / "run")
+    path = folder / "features" / "train_previous_1.npy"
+    expected = path.read_bytes()
+    path.unlink()
+    go(config(cache), folder)
+    assert path.read_bytes() == expected
+    small_runs.same_outcome(whole, folder)
+
+
 def test_missing_evaluation_of_a_task_that_is_done_is_named(copy, cache):
     for name in ("results.json", "tasks/task_000.json"):
         (copy / name).unlink()
