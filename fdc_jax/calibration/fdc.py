@@ -194,7 +194,8 @@ def pack(
     put = partial(to_device, size)
     classes = padded_size(max(map(len, counts)) + 1, 8) - 1  # A multiple of 8 with the row of m^.
     packed = []
-    for views in zip(*(task.views for task in tasks), strict=True):
+    for index in range(len(tasks[0].views)):
+        views = [task.views[index] for task in tasks]
         # In float64: the differences are small.
         means = np.array([view.mean for view in views], float)
         prototypes = unit(stack([view.prototypes for view in views], classes).astype(float))
@@ -206,12 +207,21 @@ def pack(
             length=put(lengths),
             directions=put(np.concatenate([prototypes - unit_means, unit_means], axis=1)),
             offset=put(offset),
-            residual=put([view.residual for view in views], 1.0),
-            distance=put([(1.0 - view.affinity[0], view.affinity[1]) for view in views], 1.0),
-            scales=put([task[1:] for task in tasks]),
+            **packed_moments(tasks, index, size),
         )
         packed.append(statistics if packed else with_heads(statistics, heads, views, put))
     return packed
+
+
+def packed_moments(tasks: Sequence[Task], index: int, size: int) -> dict[str, Float[Array, "t 2"]]:
+    """Returns the fields of `PackedTasks` that depend on gamma and K, in one view."""
+    views = [task.views[index] for task in tasks]
+    distances = [(1.0 - view.affinity[0], view.affinity[1]) for view in views]
+    return {
+        "residual": to_device(size, [view.residual for view in views], 1.0),
+        "distance": to_device(size, distances, 1.0),
+        "scales": to_device(size, [task[1:] for task in tasks]),
+    }
 
 
 def with_heads(
@@ -331,6 +341,15 @@ def foreign_residuals(
     return residuals
 
 
+def warn_without_residual(views: Sequence[View], given: inputs.TaskInput) -> None:
+    """Warns of a task whose samples have no residual."""
+    for name, view in zip(inputs.VIEWS, views, strict=False):
+        if view.residual[0] == 0.0:
+            name = inputs.name_of(f"{name} features", given.task)
+            reason = f"{len(view.basis)} directions hold all variance of {len(given.rows)} samples"
+            _LOGGER.warning(f"{name}: {reason}: RLC cannot judge inputs within them")
+
+
 # Likelihood and fusion (lines 13, 17 and 18) ------------------------------------------------------
 
 
@@ -341,6 +360,11 @@ def log_ratio(mean: float, variance: float, tau: float = 1.0) -> Float[np.ndarra
     """
     constant = -0.5 * (np.log(variance) + mean * mean / variance)
     return np.array([0.5 - 0.5 / variance, mean / variance, constant]) / tau
+
+
+def packed_ratios(references: Sequence[Foreign]) -> list[Float[Array, " 3"]]:
+    """Returns `log_ratio` by view on the device."""
+    return jax.device_put([log_ratio(*reference).astype(np.float32) for reference in references])
 
 
 def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
@@ -450,6 +474,7 @@ class FDC(Calibrator):
         host = jax.device_get(task[0])
         logits = [filtered(own[0], host, gamma) for gamma in (0.0, self.settings.attenuation)]
         scales = [moments(z.max(axis=-1))[1] for z in logits]
+        warn_without_residual(views, given)
         foreign = foreign_residuals(blocks, self.tasks) if self.tasks else []  # Line 7.
         self.add(given, Task(views, *scales), foreign, logits[0][:, 0].argmax(axis=1))
 
@@ -461,11 +486,6 @@ class FDC(Calibrator):
 
     def add(self, given: inputs.TaskInput, task: Task, foreign: Any, predicted: Any) -> None:
         """Adds a task's statistics, its u_j by view, and the rows that its head predicts."""
-        for name, view in zip(inputs.VIEWS, task.views, strict=False):
-            if view.residual[0] == 0.0:
-                name = inputs.name_of(f"{name} features", given.task)
-                count = f"{len(view.basis)} directions hold all variance of {len(given.rows)}"
-                _LOGGER.warning(f"{name}: {count} samples: RLC cannot judge inputs within them")
         known = self.foreign or [[] for _ in task.views]
         new = [[u] for u in foreign] or known
         self.foreign = [[*pair[0], *pair[1]] for pair in zip(known, new, strict=True)]
@@ -496,8 +516,7 @@ class FDC(Calibrator):
 
     @cached_property
     def _packed(self) -> tuple[list[PackedTasks], list[Array]]:
-        ratios = [log_ratio(*reference).astype(np.float32) for reference in self.references]
-        return pack(self.tasks, self.counts, self.heads), jax.device_put(ratios)
+        return pack(self.tasks, self.counts, self.heads), packed_ratios(self.references)
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 15 to 20)."""

@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import FDC, Settings
+from fdc_jax.calibration import sweep as together
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
@@ -86,12 +87,9 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[st
         numbers |= ranks.add_prefix("correlation:").to_dict()
     means = results["residual_contributions"].mean()
     numbers |= means.add_prefix("contribution:").to_dict()
-    for parameter, values in sweep.items():
-        if not values:  # A class without images has no prototype.
-            sizes = [len(np.unique(task.labels)) for task in _features(folder).tasks]
-            values = range(1, min(sizes) + 1)
-        for value in values:
-            numbers |= _kept(refitted, folder, settings, parameter, value)
+    if sweep:
+        pairs = tuple((parameter, tuple(values)) for parameter, values in sweep.items())
+        numbers |= _kept(swept, folder, settings, pairs)
     return results, numbers
 
 
@@ -175,19 +173,29 @@ def _fitted(features: FeatureSet, settings: dict[str, Any]) -> FDC:
     return features.fit(fdc)
 
 
-def refitted(
-    folder: Path, settings: dict[str, Any], parameter: str, value: float
+def swept(
+    folder: Path, settings: dict[str, Any], values: Sequence[tuple[str, Sequence[float]]]
 ) -> dict[str, float]:
-    """Returns the accuracies in percent, by quantity, of FDC with one changed setting.
+    """Returns the accuracies in percent, by quantity, of FDC with one changed setting each.
 
+    One pass over the features gives all of them. A parameter without values has all possible ones.
     `neighbours` also gives `nearest`, with affinities standardised over the candidate tasks of each
     input ("PAC Neighborhood Size").
     """
-    features = _features(folder)
-    fdc = _fitted(features, {**settings, parameter: value})
-    terms = fdc.terms(features.test_adapted, features.test_pretrained)
-    scores = {parameter: terms.fuse()}
-    if parameter == "neighbours":
-        scores["nearest"] = terms.fuse(nearest=True)
+    features, changes = _features(folder), []
+    for parameter, given in values:
+        # A class without images has no prototype.
+        fewest = min(len(np.unique(task.labels)) for task in features.tasks)
+        changes += [(parameter, value) for value in given or range(1, fewest + 1)]
+    fdc = together.Sweep([{**settings, parameter: value} for parameter, value in changes])
+    fdc.doubts = None  # The run has named a head like chance.
+    measured = features.fit(fdc).terms(features.test_adapted, features.test_pretrained)
     labels: Any = features.test_labels
-    return {f"{name}={value:g}": evaluation.accuracy(labels, s.label) for name, s in scores.items()}
+    numbers = {}
+    for (parameter, value), terms in zip(changes, measured, strict=True):
+        accuracy = evaluation.accuracy(labels, terms.fuse().label)
+        numbers[f"{parameter}={value:g}"] = accuracy
+        if parameter == "neighbours":
+            nearest = terms.fuse(nearest=True).label
+            numbers[f"nearest={value:g}"] = evaluation.accuracy(labels, nearest)
+    return numbers

@@ -34,7 +34,7 @@ def routed(features, **settings):
 def test_a_sweep_is_the_reference_at_its_value(tmp_path, parameter, value, keyword):
     features = feature_set()
     write_features(tmp_path, features)
-    found = analysis.refitted(tmp_path, {}, parameter, value)
+    found = analysis.swept(tmp_path, {}, [(parameter, [value])])
     expected = {f"{parameter}={value:g}": {keyword: value}}
     if parameter == "neighbours":
         expected["nearest=2"] = {"neighbours": 2, "nearest": True}
@@ -50,7 +50,7 @@ def test_a_report_does_not_repeat_the_warning_about_a_head_like_chance(tmp_path,
     features.fit(calibration.make("fdc"))
     assert "hardly trained" in caplog.text
     caplog.clear()
-    analysis.refitted(tmp_path, {}, "attenuation", 0.5)
+    analysis.swept(tmp_path, {}, [("attenuation", [0.5])])
     assert not caplog.text
 
 
