@@ -19,7 +19,7 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 25_760,
+    "calibration": 27_700,
     "data": 14_360,
     "features": 5_150,
     "learners": 21_400,
