@@ -2,13 +2,14 @@
 
 Both compare numbers that mistakes change by far, on a few hundred rows, so that they cost no
 measurable share of a fit. Features without a relation to classes, or views that hardly differ, give
-no warning.
+no warning. Features on a device stay there, unchecked.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -54,6 +55,11 @@ def explained(features: Float[np.ndarray, "m d"], labels: Int[np.ndarray, " m"])
     return Explained(shares[0], mean, (shares[0] - mean) / max(deviation, 1e-9))
 
 
+def on_device(arrays: Iterable[Any]) -> bool:
+    """Returns True if an array is one of JAX."""
+    return any(isinstance(array, jax.Array) for array in arrays)
+
+
 def warn_of_rows(named: Mapping[str, Any], labels: Int[np.ndarray, " n"]) -> None:
     """Warns of features without any relation to the labels, if others of the same images have one.
 
@@ -62,7 +68,7 @@ def warn_of_rows(named: Mapping[str, Any], labels: Int[np.ndarray, " n"]) -> Non
         labels: class of each image.
     """
     rows = compared_rows(labels)
-    if len(named) < 2 or len(np.unique(labels[rows])) < 2:
+    if len(named) < 2 or on_device(named.values()) or len(np.unique(labels[rows])) < 2:
         return
     found = {
         name: explained(inputs.float32(inputs.host_array(features, name)[rows]), labels[rows])
@@ -103,6 +109,8 @@ def warn_of_swapped(views: Sequence[Any], means: Sequence[Float[np.ndarray, "c d
     """Warns if the views of a batch are swapped; returns True if it has warned."""
     shapes = {array.shape[1] for array in (*views, *means)}
     if len(views) < 2 or len(means) < 2 or len(shapes) > 1 or len(views[0]) < FEWEST:
+        return False
+    if on_device(views):
         return False
     rows = inputs.evenly_spaced(np.arange(len(views[0])), ROWS)
     some = [inputs.float32(inputs.host_array(view, "features")[rows]) for view in views]

@@ -197,7 +197,8 @@ def test_five_frames_lead_from_the_command_to_the_loop_over_tasks(tmp_path, cach
 
 def test_a_command_line_gives_a_configuration():
     words = "--config digits:slca --config.seed 1,2 --config.classes_per_task 3,2 --noconfig.report"
-    config = command.configured([*words.split(), "--config.class_order=a,b"])
+    order = ["--config.class_order=a,b", "--config.class_order_seed=-1"]
+    config = command.configured([*words.split(), *order])
     assert (config.learner.name, config.seed, config.report) == ("slca", (1, 2), False)
     assert config.classes_per_task == (3, 2)
     assert command.configured(["--config=digits", "--config.classes_per_task=5"]) != config
