@@ -57,7 +57,8 @@ def reached(row: Row) -> list[str]:
 
 def spread(values: Sequence[float]) -> str:
     """Returns mean and sample standard deviation over seeds as text."""
-    return formatting.mean(evaluation.student(values)._asdict())
+    gain = evaluation.student(values)
+    return formatting.mean(gain.mean, gain.std)
 
 
 def mean(row: Row, name: str) -> float | None:

@@ -138,10 +138,6 @@ def test_a_signal_while_modules_are_imported_is_one_line(name, number):
     assert_ends_at_once(IMPORTS, name, number)
 
 
-def test_a_signal_at_the_first_import_is_one_line():
-    assert_ends_at_once(IMPORTS.replace("{module!r}", "'importlib'"), "predict", signal.SIGINT)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", ["run", "paper", "predict"])
 def test_a_signal_is_not_lost_in_the_garbage_collector(name, number):

@@ -70,18 +70,18 @@ def warn_of_rows(named: Mapping[str, Any], labels: Int[np.ndarray, " n"]) -> Non
     rows = compared_rows(labels)
     if len(named) < 2 or on_device(named.values()) or len(np.unique(labels[rows])) < 2:
         return
-    found = {
+    relations = {
         name: explained(inputs.float32(inputs.host_array(features, name)[rows]), labels[rows])
         for name, features in named.items()
     }
-    best = max(found, key=lambda name: found[name].deviations)
-    if found[best].deviations < CERTAIN:
+    best = max(relations, key=lambda name: relations[name].deviations)
+    if relations[best].deviations < CERTAIN:
         return
-    for name, of in found.items():
+    for name, of in relations.items():
         if of.deviations < CHANCE:
             _LOGGER.warning(
                 f"{name}: classes explain {of.share:.1%} of the variance, as in any order of the "
-                f"rows ({of.expected:.1%}), but {found[best].share:.1%} of that of the {best}; the "
+                f"rows ({of.expected:.1%}), but {relations[best].share:.1%} of that of the {best}; the "
                 "rows are probably in another order than the labels"
             )
 
