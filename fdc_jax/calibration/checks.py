@@ -81,8 +81,8 @@ def warn_of_rows(named: Mapping[str, Any], labels: Int[np.ndarray, " n"]) -> Non
         if of.deviations < CHANCE:
             _LOGGER.warning(
                 f"{name}: classes explain {of.share:.1%} of the variance, as in any order of the "
-                f"rows ({of.expected:.1%}), but {relations[best].share:.1%} of that of the {best}; the "
-                "rows are probably in another order than the labels"
+                f"rows ({of.expected:.1%}), but {relations[best].share:.1%} of that of the {best}; "
+                "the rows are probably in another order than the labels"
             )
 
 
