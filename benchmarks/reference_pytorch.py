@@ -92,7 +92,7 @@ def merge(net: Any) -> None:
 
 def batches(images: Any, rows: Any, labels: Any, seed: int, task: int, shared: bool) -> Any:
     """Yields images and labels of all batches of a task, from the run's or PyTorch's numbers."""
-    config = settings.get_config()
+    config: Any = settings.get_config()
     size, epochs, scale = config.train.batch_size, config.train.epochs, config.data.crop_scale
     if shared:
         options: Any = {"seed": seed, "task": task, "epochs": epochs, "crop_scale": scale}
@@ -115,7 +115,8 @@ def batches(images: Any, rows: Any, labels: Any, seed: int, task: int, shared: b
 
 def train(net: Any, head: Any, made: Any) -> None:
     """Trains increments and head by Adam with the paper's two learning rates."""
-    rates = settings.get_config().train
+    config: Any = settings.get_config()
+    rates = config.train
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(
         [
@@ -201,7 +202,8 @@ def run(seed: int, shared: bool) -> dict[str, float]:
     images, test = digits.open_digits()
     order = np.random.RandomState(1993).permutation(TASKS * CLASSES)  # PILOT's
     position = np.argsort(order)
-    rank = settings.get_config().train.rank
+    config: Any = settings.get_config()
+    rank = config.train.rank
     net, pretrained = encoder(rank), encoder(rank)
     heads, tasks, scales = [], [], []
     foreign: list[list[np.ndarray]] = [[], []]

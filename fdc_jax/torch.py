@@ -71,7 +71,7 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
         return base.forward_head(base.forward_features(inputs), pre_logits=True)
     modules = _linear_layers(base)
     if layer:
-        named = _named_layer(base, layer)
+        named: Any = _named_layer(base, layer)
         several = isinstance(named, nn.ModuleList)  # a head per task
         modules = (
             {f"{layer}.{i}": head for i, head in enumerate(named)} if several else {layer: named}
@@ -337,7 +337,7 @@ class Calibrated(nn.Module):
 
     def _head(self, model: nn.Module, classes: np.ndarray) -> heads.LinearHead:
         """Returns the rows of the task's classes, or the task's own head of several."""
-        named = _named_layer(_base(model), self.layer) if self.layer else None
+        named: Any = _named_layer(_base(model), self.layer) if self.layer else None
         if not isinstance(named, nn.ModuleList):
             return head_of(model, classes, self.layer)
         task = self.calibrator.num_tasks

@@ -158,18 +158,18 @@ class PackedTasks(NamedTuple):
 
     mean: Float[Array, "t d"]
     basis: Float[Array, "t r d"]
-    leading: Float[Array, "t r"] | None = None  # in a sweep of eta, 1 for its directions
-    length: Float[Array, " t"] | None = None  # |m|
-    directions: Float[Array, "t c+1 d"] | None = None  # p - m^ of each class, then m^ = m / |m|
-    offset: Float[Array, "t c"] | None = None  # |m| - m.p, infinite for a class without samples
-    residual: Float[Array, "t 2"] | None = None  # moments of rho_t
-    distance: Float[Array, "t 2"] | None = None  # moments of 1 - A_t
-    scales: Float[Array, "t 2"] | None = None  # sigma_t without and with TSF; 0 for padding tasks
-    weight: Float[Array, "t c d"] | None = None  # W_t, and line 9, in the adapted view
-    inside: Float[Array, "t c r"] | None = None  # W_t U_t
-    centre: Float[Array, "t r"] | None = None  # m_t U_t
-    bias: Float[Array, "t c"] | None = None  # b_t, minus infinity for padding rows
-    normalised: Float[Array, " t"] | None = None  # 1 if heads divide h by |h|
+    leading: Float[Array, "t r"] | Any = None  # in a sweep of eta, 1 for its directions
+    length: Float[Array, " t"] | Any = None  # |m|
+    directions: Float[Array, "t c+1 d"] | Any = None  # p - m^ of each class, then m^ = m / |m|
+    offset: Float[Array, "t c"] | Any = None  # |m| - m.p, infinite for a class without samples
+    residual: Float[Array, "t 2"] | Any = None  # moments of rho_t
+    distance: Float[Array, "t 2"] | Any = None  # moments of 1 - A_t
+    scales: Float[Array, "t 2"] | Any = None  # sigma_t without and with TSF; 0 for padding tasks
+    weight: Float[Array, "t c d"] | Any = None  # W_t, and line 9, in the adapted view
+    inside: Float[Array, "t c r"] | Any = None  # W_t U_t
+    centre: Float[Array, "t r"] | Any = None  # m_t U_t
+    bias: Float[Array, "t c"] | Any = None  # b_t, minus infinity for padding rows
+    normalised: Float[Array, " t"] | Any = None  # 1 if heads divide h by |h|
 
 
 def subspaces(views: Sequence[View], size: int) -> PackedTasks:
@@ -246,11 +246,11 @@ class Measured(NamedTuple):
     """Measurements of features against tasks; float32 has more digits of 1 - A_t than of A_t."""
 
     residual: Float[Array, "n t"]  # rho_t
-    distances: Float[Array, "n t c"] | None = None  # 1 - cosine to each prototype
-    raw: Float[Array, "n t c"] | None = None  # h W^T, as what follows in the adapted view
-    projected: Float[Array, "n t c"] | None = None  # (h U)(W U)^T
-    length: Float[Array, "n t"] | None = None  # |h|
-    kept: Float[Array, "n t"] | None = None  # |h U|^2
+    distances: Float[Array, "n t c"] | Any = None  # 1 - cosine to each prototype
+    raw: Float[Array, "n t c"] | Any = None  # h W^T, as what follows in the adapted view
+    projected: Float[Array, "n t c"] | Any = None  # (h U)(W U)^T
+    length: Float[Array, "n t"] | Any = None  # |h|
+    kept: Float[Array, "n t"] | Any = None  # |h U|^2
 
 
 @jax.jit

@@ -22,8 +22,10 @@ from fdc_jax.calibration.statistics import Task, View
 from fdc_jax.calibration.terms import Terms
 
 # The axis of eta, in the statistics and in the measurements that depend on it.
-_OF_TASKS = PackedTasks(*[None] * len(PackedTasks._fields))._replace(leading=0)
-_OF_MEASURED = Measured(residual=1, projected=1, kept=1)
+_ABSENT: Any = None
+_SECOND: Any = 1
+_OF_TASKS = PackedTasks(_ABSENT, _ABSENT, leading=0)
+_OF_MEASURED = Measured(residual=_SECOND, projected=_SECOND, kept=_SECOND)
 
 
 class Sweep(Calibrator):

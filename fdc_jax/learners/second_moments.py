@@ -56,8 +56,8 @@ def add_batch(model: VisionTransformer, size: int, backbone, kernels, batch, tot
         )
         blocks = captured["intermediates"]["Transformer"]
         names = [f"encoderblock_{block}" for block in range(len(total))]
-        inputs = jnp.stack([blocks[name]["attention_input"][0] for name in names])
-        inputs = inputs.astype(jnp.float32)
+        of_blocks: Any = [blocks[name]["attention_input"][0] for name in names]
+        inputs = jnp.stack(of_blocks).astype(jnp.float32)
         weighted = inputs * portion.weights[None, :, None, None]
         products = jnp.einsum("lntd,lnte->lde", weighted, inputs, precision="highest")
         return total + products, None

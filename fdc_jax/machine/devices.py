@@ -157,10 +157,10 @@ def peak_rise(before: int | None) -> int | None:
 _compilation = {"seconds": 0.0}  # of this process
 
 
-def _count(event: str, seconds: float, **_: Any) -> None:
+def _count(event: str, duration_secs: float, **_: Any) -> None:
     """Adds up the seconds of JAX's events about tracing, lowering and compiling."""
     if event.startswith("/jax/core/compile/"):
-        _compilation["seconds"] += seconds
+        _compilation["seconds"] += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)

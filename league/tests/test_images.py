@@ -70,7 +70,9 @@ def test_images_that_cannot_be_written_are_refused_before_any_is(images, tmp_pat
     assert command.main(["export", str(images)]) == 2
     assert "expected a new folder, found one" in capsys.readouterr().err
     assert command.main(["export", str(tmp_path / "new"), "--config.train.epoch=7"]) == 2
-    assert "--config.train.epoch: no such field; did you mean epochs?" in capsys.readouterr().err
+    assert (
+        "--config.train.epoch: no such field; did you mean train.epochs?" in capsys.readouterr().err
+    )
     assert command.main(["export", str(tmp_path / "new"), "--config.train.epochs=-1"]) == 2
     assert "config.train.epochs: expected" in capsys.readouterr().err
 
