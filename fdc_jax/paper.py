@@ -309,7 +309,7 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
             with open(run.log, "ab") as log:
                 log.write(f"+ {run.command}\n".encode())
                 log.flush()
-                shown = log.tell()
+                start = shown = log.tell()
                 child = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM, "run", *run.words],
                     start_new_session=True,
@@ -326,7 +326,9 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
                     child.communicate()  # closes its standard input, so that it saves and ends
             _show_tasks(run, shown, quiet)
             stop.poll()
-            last = run.log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+            with open(run.log, "rb") as log:
+                log.seek(start)
+                last = _last_line(log.read().decode(errors="replace"))
     except InUse:
         return None
     except InputError as error:
@@ -336,6 +338,14 @@ def attempt(run: Run, stop: StopRequest, quiet: bool = True) -> Outcome | None:
     if child.returncode < 0:
         return 1, f"ended by {signal.Signals(-child.returncode).name}"
     return child.returncode, last
+
+
+def _last_line(text: str) -> str:
+    """Returns the last line of a run's output, or the exception of a traceback at its end."""
+    last = text.rstrip().rpartition("\n")[2]
+    _, traceback, end = text.rpartition("Traceback (most recent call last):")
+    exceptions = [line for line in end.splitlines() if re.match(r"[\w.]+: ", line)]
+    return exceptions[0] if traceback and exceptions else last
 
 
 def _show_tasks(run: Run, start: int, quiet: bool) -> int:

@@ -19,13 +19,13 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 27_780,
+    "calibration": 27_890,
     "data": 14_040,
     "features": 3_330,
-    "learners": 19_940,
+    "learners": 19_950,
     "machine": 7_590,
     "model": 10_940,
-    "package": 17_480,
+    "package": 17_570,
     "posthoc": 3_660,
     "report": 19_940,
     "run": 20_910,

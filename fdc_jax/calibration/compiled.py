@@ -15,6 +15,8 @@ from fdc_jax.heads import products
 
 # Rows of a block: few shapes occur, whatever the number of rows.
 ROWS = (64, 512)
+# Blocks of memory maps whose results are computed at a time.
+IN_MEMORY = 4
 
 
 # Rows in blocks -----------------------------------------------------------------------------------
@@ -34,7 +36,8 @@ class Blocks:
         few, many = (max(rows // shards, 1) for rows in ROWS)
         self.rows = few if count < 2 * many else many
         self.starts = range(0, max(count, 1), self.rows)
-        self._moved = None if isinstance(features, np.memmap) else [*self._move()]
+        self.mapped = isinstance(features, np.memmap)
+        self._moved = None if self.mapped else [*self._move()]
 
     def __iter__(self) -> Iterator[Float[Array, "rows d"]]:
         return iter(self._moved or self._move())
@@ -78,6 +81,17 @@ def blocks_of(views: Sequence[Any]) -> list[Blocks]:
     return [Blocks(view, max(shards, default=1)) for view in views]
 
 
+def map_blocks(function: Callable[..., Any], *blocks: Any) -> list[Any]:
+    """Returns the results of a function by block; of memory maps, few blocks are in memory."""
+    mapped = any(getattr(view, "mapped", False) for view in blocks)
+    results: list[Any] = []
+    for parts in zip(*blocks, strict=True):
+        results.append(function(*parts))
+        if mapped and len(results) >= IN_MEMORY:
+            jax.block_until_ready(results[-IN_MEMORY])
+    return results
+
+
 @partial(jax.jit, static_argnames=("shards", "rows"))
 def _cut(features: Float[Array, "n d"], start: Any, shards: int, rows: int) -> Any:
     parts = features.reshape(shards, -1, features.shape[1])
@@ -89,7 +103,7 @@ def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]
     """Returns a tree of arrays [n, ...]: `kernel(fitted, *views)`, computed in blocks of rows."""
     columns = blocks_of(views)
     function = partial(jax.jit(kernel), jax.device_put(fitted))
-    return columns[0].gather([*map(function, *columns)])
+    return columns[0].gather(map_blocks(function, *columns))
 
 
 # Principal directions -----------------------------------------------------------------------------
@@ -126,6 +140,8 @@ def principal(
         total = jax.device_put(np.zeros((width, width), np.float32))
         for block, own in zip(view, rows, strict=True):
             total = _scatter(total, block, own, centre)
+            if view.mapped:
+                jax.block_until_ready(total)
     matrix = jax.device_get(total)
     variances, vectors = _decomposed(matrix, expected + expected // 4 + 16, max(shares))
     rounding = ROUNDING * float(variances[0])

@@ -122,9 +122,8 @@ def means_and_prototypes(
     """
     classes, sums = padded_size(len(counts), 8), []
     for view in views:
-        first = next(iter(view))
-        parts = zip(view, rows, strict=True)
-        sums.append([_sums(block, own, first, classes) for block, own in parts])
+        total = partial(_sums, first=next(iter(view)), classes=classes)
+        sums.append(compiled.map_blocks(total, view, rows))
     results = []
     for parts in jax.device_get(sums):
         totals, class_totals, origins = zip(*parts, strict=True)
@@ -330,11 +329,14 @@ def foreign_residuals(
     blocks: Sequence[Blocks], earlier: Sequence[Task]
 ) -> list[Float[np.ndarray, "earlier n"]]:
     """Returns u_j of features for every earlier task j, by view (line 7)."""
-    views, ratios, residuals = [*zip(*(task.views for task in earlier), strict=True)], [], []
+    views = [*zip(*(task.views for task in earlier), strict=True)]
     groups = [in_groups(of, subspaces) for of in views]
-    for block in zip(*blocks, strict=True):
+
+    def ratios_of(*block: Array) -> list[list[Array]]:
         of_views = zip(block, groups, strict=True)
-        ratios.append([[measure(x, group).residual for group in of] for x, of in of_views])
+        return [[measure(x, group).residual for group in of] for x, of in of_views]
+
+    ratios, residuals = compiled.map_blocks(ratios_of, *blocks), []
     for of, parts in zip(views, blocks[0].gather(ratios), strict=True):
         mean_std = np.array([view.residual for view in of], np.float32)
         residuals.append(standardised(np.concatenate(parts, axis=1)[:, : len(of)], mean_std).T)
@@ -465,7 +467,8 @@ class FDC(Calibrator):
             views.append(View(mean, basis, prototypes))
         # Lines 6 and 10, the task against itself, and line 9; `measure` reads no moments.
         task = pack([Task(views)], [given.counts], [given.head], pad=False)
-        own = blocks[0].gather([measure_views(block, task) for block in zip(*blocks, strict=True)])
+        by_block = compiled.map_blocks(lambda *parts: measure_views(parts, task), *blocks)
+        own = blocks[0].gather(by_block)
         for index, (view, measured) in enumerate(zip(views, own, strict=True)):
             distances = np.sort(measured.distances[:, 0], axis=-1)[:, : self.settings.neighbours]
             mean, std = moments(distances.mean(axis=-1))
@@ -522,8 +525,11 @@ class FDC(Calibrator):
         """Returns calibrated scores of a batch of any size (lines 15 to 20)."""
         blocks, packed = self.batch(adapted, pretrained)
         settings = jax.device_put((self.settings, Switches()))
-        parts = [calibrated(views, *packed, *settings) for views in zip(*blocks, strict=True)]
-        scores, rows = blocks[0].gather(parts)
+
+        def scores_of(*views: Array) -> Any:
+            return calibrated(views, *packed, *settings)
+
+        scores, rows = blocks[0].gather(compiled.map_blocks(scores_of, *blocks))
         return Scores(scores[:, : self.num_tasks], rows[:, : self.num_tasks], self.classes)
 
     def terms(self, adapted: Any, pretrained: Any = None) -> Any:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import fdc
+from fdc_jax.calibration import compiled, fdc
 from fdc_jax.calibration.calibrator import Scores
 from fdc_jax.calibration.compiled import Blocks
 
@@ -57,5 +57,5 @@ _filtered = jax.jit(fdc.filtered)
 def of(calibrator: fdc.FDC, adapted: Any, pretrained: Any = None) -> Terms:
     """Returns the measurements of a batch against all tasks (lines 15 to 17); see `FDC.score`."""
     blocks, (tasks, ratios) = calibrator.batch(adapted, pretrained)
-    measured = [fdc.measure_views(views, tasks) for views in zip(*blocks, strict=True)]
+    measured = compiled.map_blocks(lambda *views: fdc.measure_views(views, tasks), *blocks)
     return Terms(blocks[0], measured, tasks, ratios, calibrator.settings, calibrator.classes)

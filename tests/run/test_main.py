@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -228,8 +229,9 @@ def test_several_seeds(tmp_path, cache, capsys):
     config, workdir = small_runs.config(cache, seed=(1, 2), train__epochs=1), tmp_path / "run"
     found = seeds.run(config, str(workdir))
     command.show(config, str(workdir))
-    assert found == [results(tmp_path / "run" / f"seed_{seed}") for seed in (1, 2)]
-    values = [each["accuracy"]["fdc"] for each in found]
+    expected = [results(tmp_path / "run" / f"seed_{seed}") for seed in (1, 2)]
+    assert [msgspec.to_builtins(result) for result in found] == expected
+    values = [result.accuracy["fdc"] for result in found]
     output, errors = capsys.readouterr()
     assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in output
     assert "seed 2, after task 2/2" in errors
