@@ -9,7 +9,7 @@ DIGITS = """
 import logging, sys
 import jax
 from configs import digits
-from fdc_jax.run import experiment, seeds
+from fdc_jax.run import configuration, experiment, seeds
 names, by_task, logger = [], [], logging.getLogger("jax._src.interpreters.pxla")
 class Names(logging.Handler):
     def emit(self, record):
@@ -27,7 +27,7 @@ config = digits.get_config()
 fields = {"train.epochs": 1, "report": False, "cache_dir": sys.argv[2]}
 config.update_from_flattened_dict(fields)
 with jax.log_compiles():
-    seeds.run(config, sys.argv[1], quiet=True)
+    seeds.run(configuration.typed(config), sys.argv[1], quiet=True)
 print(*by_task, names, sep="\\n")
 assert len(by_task) == 5
 # The test images of five tasks are the first to fill a block of 512 rows.
