@@ -61,7 +61,8 @@ class Sweep(Calibrator):
         alone = fdc.pack(tasks[-1:], [given.counts], [given.head], pad=False)
         for index, packed in enumerate(alone):
             alone[index] = with_leading(packed, _views([[task] for task in tasks], index))
-        own = blocks[0].gather([measure_by_eta(part, alone) for part in zip(*blocks, strict=True)])
+        by_block = compiled.map_blocks(lambda *part: measure_by_eta(part, alone), *blocks)
+        own = blocks[0].gather(by_block)
         host = jax.device_get(alone[0]._replace(leading=None))
         ordered = [np.sort(view.distances[:, 0], axis=-1) for view in own]
         foreign = [[] for _ in self.etas]
@@ -121,7 +122,7 @@ class Sweep(Calibrator):
         by_eta, tasks = [self._of(eta).tasks for eta in self.etas], []
         for index, of in enumerate(packed):
             tasks.append(with_leading(of, _views(by_eta, index)))
-        measured = [measure_by_eta(views, tasks) for views in zip(*blocks, strict=True)]
+        measured = compiled.map_blocks(lambda *views: measure_by_eta(views, tasks), *blocks)
         chosen, selected = None, []
         for calibrator in self.calibrators:
             settings = calibrator.settings
