@@ -16,6 +16,7 @@ import pytest
 from fdc_jax import paper
 from fdc_jax.data import benchmarks
 from fdc_jax.errors import Interrupted
+from fdc_jax.machine import files
 from tests import small_runs
 
 SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
@@ -290,7 +291,7 @@ def test_ray_repeats_the_run_of_a_worker_that_dies(tmp_path, cache):
     folders = [tmp_path / "digits" / name / "seed_1" for name in ("cumulative_lora", "sd_lora")]
     driver = start(tmp_path, cache, "--seeds=1", "--ray", "--ray_gpus=0")
     small_runs.wait_for(folders[0], "training", driver)
-    worker = int((folders[0] / ".worker").read_text().split()[1])
+    worker = int(files.holder(folders[0] / ".worker").split()[1])
     assert worker != driver.pid
     os.kill(worker, signal.SIGKILL)
     _, errors = small_runs.finish(driver)
