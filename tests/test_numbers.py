@@ -26,17 +26,31 @@ def saved(name):
     return json.loads((REPOSITORY / "results" / f"{name}.json").read_text())
 
 
-def rows(page, header):
-    """Returns the cells of the table under a header, by the first cell of a row."""
+def table_under(page, header):
+    """Returns the rows of the table under a header as lists of cells."""
     lines = iter((REPOSITORY / page).read_text().splitlines())
     assert any(line.startswith(header) for line in lines), header
-    table = {}
+    next(lines)
+    table = []
     for line in lines:
         if not line.startswith("|"):
             break
-        name, *cells = (cell.strip(" *%") for cell in line.strip("|").split("|"))
+        table.append([cell.strip(" *%") for cell in line.strip("|").split("|")])
+    return table
+
+
+def rows(page, header):
+    """Returns the cells of the table under a header, by the first cell of a row."""
+    table = {}
+    for name, *cells in table_under(page, header):
         table[re.sub(r"\[(.+?)\]\(.*?\)", r"\1", name).strip("`")] = cells
-    return {name: cells for name, cells in table.items() if not re.fullmatch("[-:]+", name)}
+    return table
+
+
+def csv_rows(name):
+    """Returns the rows of a CSV file in results/ by column."""
+    with open(REPOSITORY / "results" / f"{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def spread(values, sign=""):
@@ -113,10 +127,52 @@ def test_learners_of_reduced_cifar100(name):
 
 def test_pytorch_and_the_digits_command_agree():
     """Both train with the same random numbers; a test image is 0.17 of a percent."""
-    with open(REPOSITORY / "results" / "reference_pytorch_digits.csv", newline="") as file:
-        lines = list(csv.DictReader(file))
+    lines = csv_rows("reference_pytorch_digits")
     accuracy = saved("digits")["accuracy"]
     for quantity in ("raw", "fdc", "oracle"):
         values = [float(line["value"]) for line in lines if line["quantity"] == quantity]
         assert len(values) == 3
         assert statistics.mean(values) == pytest.approx(accuracy[quantity]["mean"], abs=0.2)
+
+
+def league_cell(records, column):
+    """Returns mean and deviation over seeds; the number alone of one seed, a dash of none."""
+    values = [float(record[column]) for record in records if record[column]]
+    if not values:
+        return "–"
+    return spread(values) if len(values) > 1 else f"{values[0]:.2f}"
+
+
+def league_mean(records, column, digits):
+    """Returns the mean over seeds, a dash if a seed has no number."""
+    values = [record[column] for record in records]
+    return "–" if "" in values else f"{statistics.mean(map(float, values)):.{digits}f}"
+
+
+def test_league():
+    heads = {"raw": "Raw", "fdc": "FDC", "gaussians": "class Gaussians"}
+    runs = {}
+    for record in csv_rows("league"):
+        if record["method"] == "frozen encoder" or record["class_order"] != "1993":
+            continue
+        code = record["code"].partition("/")[2] or "ours"
+        own = code != "ours" and record["calibrator"] == "raw"
+        head = "own" if own else heads[record["calibrator"]]
+        key = (record["method"], code, head, record["passes"])
+        benchmarks = runs.setdefault(key, {"cifar100_reduced": [], "caltech101_66": []})
+        benchmarks[record["benchmark"]].append(record)
+    table = table_under("docs/studies/league.md", "| method | code | head | passes |")
+    assert len(table) == len(runs)
+    for *key, rate, seeds, accuracy, behind, average, routing, seconds, photographs in table:
+        records = runs[tuple(key)]["cifar100_reduced"]
+        first = records[0]
+        assert rate.removeprefix("× ") == (first["learning_rate_factor"] or "–")
+        assert seeds == ", ".join(record["seed"] for record in records)
+        assert accuracy == league_cell(records, "accuracy")
+        if first["behind_first"]:
+            difference, interval = float(first["behind_first"]), first["behind_first_interval"]
+            assert behind == f"{difference:+.2f} ± {float(interval):.2f}"
+        assert average == league_cell(records, "average_incremental_accuracy")
+        assert routing == league_mean(records, "routing_accuracy", 2)
+        assert seconds == league_mean(records, "processor_seconds", 0)
+        assert photographs == league_cell(runs[tuple(key)]["caltech101_66"], "accuracy")
