@@ -185,8 +185,11 @@ def outcome(error: BaseException) -> tuple[int, str] | None:
         if isinstance(error, kind):
             text = line(error) if isinstance(error, OSError) else str(error)
             return code, _LINES.get(type(error), text or type(error).__name__)
-    if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
-        return 2, f"out of memory ({line(error)})"
+    if type(error).__name__ == "JaxRuntimeError":
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return 2, f"out of memory ({line(error)})"
+        if "Disallowed" in str(error):
+            return 2, f"JAX_TRANSFER_GUARD: expected one that allows transfers ({line(error)})"
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename.endswith("xla_bridge.py"):
         platforms = os.environ.get("JAX_PLATFORMS", "")

@@ -82,10 +82,11 @@ def stopped(config, workdir, looks):
 
 
 def python(*words, expected=0, cwd=REPOSITORY, env=None):
-    """Runs Python with these words to its end, and returns what it printed."""
+    """Runs Python with these words to its end, and returns its output, or its errors if any."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     command = [sys.executable, *map(str, words)]
-    return finish(subprocess.Popen(command, cwd=cwd, env=env, **pipes), expected)[0]
+    output, errors = finish(subprocess.Popen(command, cwd=cwd, env=env, **pipes), expected)
+    return errors if expected else output
 
 
 def with_devices(count):

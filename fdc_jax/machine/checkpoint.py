@@ -35,6 +35,8 @@ class _Step(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """A temporary folder whose manifest is written before it gets its final name."""
 
     async def finalize(self) -> None:
+        if self._checkpoint_metadata_store is not None:  # Another thread writes Orbax's metadata.
+            self._checkpoint_metadata_store.wait_until_finished()
         if self.get_final().name.isdigit():  # a checkpoint, and not an item within it
             write_manifest(Path(self.get()))
         os.replace(self.get(), self.get_final())

@@ -122,6 +122,7 @@ def newest(encoders: Encoders, seed: int, checkpoints: Checkpoints) -> ResumePoi
 
 def _cursor(folder: Path, saved: dict[str, Any]) -> Cursor:
     """Returns the cursor of a checkpoint; version 0.2.0 counted the tasks that were trained."""
+    saved = convert(saved, dict, f"{folder}: cursor.")
     if "tasks_done" in saved:
         count = convert(saved["tasks_done"], int, f"{folder}: cursor.tasks_done")
         if saved.get("step"):

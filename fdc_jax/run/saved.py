@@ -29,11 +29,10 @@ from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
 from fdc_jax.model.weights import by_checksum as weights_by_checksum
-from fdc_jax.run import configuration, resume
+from fdc_jax.run import configuration, records, resume
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
 from fdc_jax.run.folder import RunFolder, known_of
-from fdc_jax.run.records import PLANNED
 from fdc_jax.run.resume import ResumePoint
 from fdc_jax.run.setup import Encoders
 
@@ -88,7 +87,7 @@ class Run(RunFolder):
             name: value for name, value in saved.items() if " " not in name
         }
         self._weights_sha256 = saved["weights sha256"]
-        self._planned = saved[PLANNED]
+        self._planned = saved[records.PLANNED]
         self._known = known_of(saved)
         self._host = dict(host or {})
         if data_dir is not None:
@@ -142,7 +141,8 @@ class Run(RunFolder):
                 f"{self.config_file}: its learner {name} is not part of the package; to run its "
                 f"code, name it: --learner={name}, or open_run(learner=...)"
             )
-        return configuration.of_fields(self.config)
+        with records.remedied(self.config_file, "put it back"):
+            return configuration.of_fields(self.config)
 
     @property
     def num_tasks(self) -> int:

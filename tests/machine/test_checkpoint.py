@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
@@ -239,6 +241,23 @@ def test_every_finished_checkpoint_has_its_manifest(tmp_path):
     kept.save(2, {}, target, {})
     kept.wait()
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+def test_metadata_that_are_written_late_are_in_the_manifest(tmp_path, monkeypatch):
+    path_type = type(epath.Path(tmp_path))
+    write = path_type.write_text
+
+    def write_late(path, text, *arguments, **options):
+        if path.name == "_CHECKPOINT_METADATA":
+            time.sleep(0.3)
+        return write(path, text, *arguments, **options)
+
+    monkeypatch.setattr(path_type, "write_text", write_late)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for number in (1, 2):
+        save(checkpoints, number, make_tree(number))
+        files.check_manifest(tmp_path / "checkpoints" / str(number), "")
+    assert newest(checkpoints)[0] == 2
 
 
 def test_checkpoint_without_a_manifest_is_set_aside(filled, tmp_path):

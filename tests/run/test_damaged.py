@@ -115,6 +115,12 @@ def test_a_field_of_the_configuration_is_no_object(run):
         assert "config.json: config.classes_per_task: expected a whole number" in outcome(run)
 
 
+def test_an_unknown_option_of_a_learner_names_the_file(run):
+    saved = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(saved | {"learner.loda.marginx": 0.1}))
+    assert "config.json: config.learner.loda: no field marginx" in outcome(run)
+
+
 def test_a_record_with_an_impossible_value_is_named(run):
     path = run / "tasks" / "task_001.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"task": -1}))
@@ -134,7 +140,7 @@ def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"task": None}, {"task": 2}, {"phase": "a"}, {"step": -1}, {"classes_per_task": []}],
+    [{"task": None}, {"task": 2}, {"phase": "a"}, {"step": -1}, {"classes_per_task": []}, None, 3],
     ids=str,
 )
 def test_forged_cursor_of_a_checkpoint_is_named(whole, tmp_path, change):
@@ -142,9 +148,11 @@ def test_forged_cursor_of_a_checkpoint_is_named(whole, tmp_path, change):
     folder = small_runs.copied(whole, tmp_path / "run")
     newest = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
     path = newest / "cursor" / "metadata"
-    cursor = json.loads(path.read_text()) | change
-    kept = {name: value for name, value in cursor.items() if value is not None}
-    path.write_text(json.dumps(kept))
+    cursor = change
+    if isinstance(change, dict):
+        cursor = json.loads(path.read_text()) | change
+        cursor = {name: value for name, value in cursor.items() if value is not None}
+    path.write_text(json.dumps(cursor))
     write_manifest(newest)
     with pytest.raises(InputError, match=rf"checkpoints/{newest.name}: cursor"):
         fdc_jax.open_run(folder).heads()
