@@ -11,7 +11,7 @@ import scipy.linalg
 from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration.shapes import padded
-from fdc_jax.heads import products
+from fdc_jax.heads import products, unit
 
 # Rows of a block: few shapes occur, whatever the number of rows.
 ROWS = (64, 512)
@@ -123,84 +123,60 @@ def principal(
     rows: Sequence[Int[Array, " rows"]],
     mean: Float[np.ndarray, " d"],
     shares: Sequence[float],
-    expected: int = 0,
 ) -> list[Float[np.ndarray, "r d"]]:
     """Returns the fewest principal directions with each share of the variance (Eq. task-pca).
 
-    Directions of a smaller share are the first ones of a larger share. The number `expected` of
-    directions saves time if it is near the true one. With n < d the inner products X X' are smaller
-    than the scatter X' X: if X X' v = s v, then X' v is a direction of X' X.
+    Directions of a smaller share are the first ones of a larger share. The host decomposes the
+    scatter: XLA compiles `eigh` for a TPU for minutes.
     """
-    if max(shares) > 1.0 - ROUNDING:
+    if max(shares) > 1.0 - ROUNDING or len(view.features) < len(mean):
         return _principal_in_float64(view, shares)
-    near, centre, width = None, jax.device_put(mean), len(mean)
-    if len(view.starts) * view.rows * view.shards < width:
-        total, near = _inner_products([*view], rows, centre)
-    else:
-        total = jax.device_put(np.zeros((width, width), np.float32))
-        for block, own in zip(view, rows, strict=True):
-            total = _scatter(total, block, own, centre)
-            if view.mapped:
-                jax.block_until_ready(total)
+    centre = jax.device_put(mean)
+    total = jax.device_put(np.zeros((len(mean), len(mean)), np.float32))
+    for block, own in zip(view, rows, strict=True):
+        total = _scatter(total, block, own, centre)
+        if view.mapped:
+            jax.block_until_ready(total)
     matrix = jax.device_get(total)
-    variances, vectors = _decomposed(matrix, expected + expected // 4 + 16, max(shares))
-    rounding = ROUNDING * float(variances[0])
-    ranks = retained_ranks(variances, matrix.trace(), rounding, shares, len(view.features))
-    for rank in ranks:
-        vectors = _separated(vectors, matrix, rank)
-    if near is not None:
-        vectors = jax.device_get(_directions(jax.device_put(padded(vectors, len(matrix))), near))
-    return [vectors[:rank] for rank in ranks]
-
-
-def _decomposed(
-    matrix: Float[np.ndarray, "k k"], count: int, share: float
-) -> tuple[Float[np.ndarray, " j"], Float[np.ndarray, "j k"]]:
-    """Returns variances and directions: the first `count` if they have the share, else all.
-
-    The host computes them: XLA compiles `eigh` for a TPU for minutes.
-    """
-    size = len(matrix)
-    if 16 < count <= size // 3:
-        last = size - count, size - 1
-        variances, vectors = scipy.linalg.eigh(matrix, driver="evr", subset_by_index=last)
-        if variances[16:].sum() > share * matrix.trace():
-            return variances[::-1], vectors.T[::-1]
     variances, vectors = scipy.linalg.eigh(matrix, driver="evd")
-    return variances[::-1], vectors.T[::-1]
+    directions = vectors.T[::-1]
+    rounding = ROUNDING * float(variances[-1])
+    ranks = retained_ranks(variances[::-1], rounding, shares, len(view.features))
+    for rank in ranks:
+        directions = _separated(directions, matrix, rank)
+    return [directions[:rank] for rank in ranks]
 
 
 def retained_ranks(
-    variances: Float[np.ndarray, " k"],
-    total: float,
-    rounding: float,
-    shares: Sequence[float],
-    count: int,
+    variances: Float[np.ndarray, " k"], rounding: float, shares: Sequence[float], count: int
 ) -> list[int]:
-    """Returns how many of descending variances have each share of a total.
+    """Returns how many of descending variances have each share of the sum.
 
     They are at most those above `rounding`, and one less than the `count` of samples.
     """
     most = min(count - 1, int((variances > rounding).sum()))
-    if most < 1:
-        return [0] * len(shares)
-    reached = np.cumsum(variances, dtype=float) / total
-    ranks = [int((reached < share - ROUNDING).sum()) + 1 for share in shares]
-    return [
-        most if share > 1.0 - ROUNDING else min(rank, most)
-        for share, rank in zip(shares, ranks, strict=True)
-    ]
+    reached = np.cumsum(np.maximum(variances, 0.0), dtype=float)
+    ranks = []
+    for share in shares:
+        rank = int((reached < (share - ROUNDING) * reached[-1]).sum()) + 1
+        ranks.append(most if share > 1.0 - ROUNDING else min(rank, most))
+    return ranks
 
 
 def _principal_in_float64(view: Blocks, shares: Sequence[float]) -> list[Float[np.ndarray, "r d"]]:
-    # If all variance is wanted, variances decide that float32 rounds away.
+    """Returns `principal` of few samples, or of all variance, of which float32 rounds some away.
+
+    With n < d the inner products X X' are smaller than the scatter X' X: if X X' v = s v, then
+    X' v is a direction of X' X.
+    """
     features = np.asarray(jax.device_get(view.features)).astype(float)
     near = features - features.mean(axis=0)
-    variances, vectors = scipy.linalg.eigh(near.T @ near)
+    few = len(near) < near.shape[1]
+    variances, vectors = scipy.linalg.eigh(near @ near.T if few else near.T @ near)
+    directions = (near.T @ vectors if few else vectors).T[::-1]
     rounding = float(np.finfo(np.float32).eps) ** 2 * np.square(features).sum()
-    total = variances.sum()
-    ranks = retained_ranks(variances[::-1], total, rounding, shares, len(features))
-    return [vectors.T[::-1][:rank].astype(np.float32) for rank in ranks]
+    ranks = retained_ranks(variances[::-1], rounding, shares, len(features))
+    return [unit(directions[:rank]).astype(np.float32) for rank in ranks]
 
 
 def _separated(
@@ -222,15 +198,3 @@ def _separated(
 def _scatter(total: Any, features: Any, rows: Any, mean: Any) -> Float[Array, "d d"]:
     near = centred(features, rows, mean)
     return total + products(near.T, near.T)
-
-
-@jax.jit
-def _inner_products(blocks: Any, rows: Any, mean: Any) -> tuple[Array, Array]:
-    near = jnp.concatenate([centred(*pair, mean) for pair in zip(blocks, rows, strict=True)])
-    return products(near, near), near
-
-
-@jax.jit
-def _directions(vectors: Any, near: Any) -> Float[Array, "k d"]:
-    # QR makes the directions orthogonal, which rounding may prevent.
-    return jnp.linalg.qr(products(near.T, vectors))[0].T

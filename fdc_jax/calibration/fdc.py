@@ -1,42 +1,41 @@
 """Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations.
 
     1-4,14 the caller: trains the task, extracts features
-    5-11   FDC._fit: 6 means_and_prototypes, principal; 6, 10 moments; 7 foreign_residuals; 9 pack
+    5-11   FDC._fit: 6 subspaces; 6, 10 own_moments, score_scale; 7 foreign_residuals; 9 pack
     12, 13 FDC.finalize: fit_foreign
     15-20  FDC.score: 15-17 measure; 17, 18 fuse; 20 calibrator.Scores
 
-A view is an encoder: the adapted view (A, index 0) is E_t while learning and E_T at the end, the
-pretrained view (0, index 1) is E_0. Features are rows [n, d], and U_t is rows [r, d]. JAX computes
-in float32, with products of the highest precision; moments are float64 on the host. `measure` reads
-no setting and `fuse` no feature, so that a sweep of settings measures once.
+`settings` has the settings and the components, `statistics` the statistics of tasks (`Task`,
+`View`), also as programs read them (`PackedTasks`, `pack`). A view is an encoder: the adapted view
+(A, index 0) is E_t while learning and E_T at the end, the pretrained view (0, index 1) is E_0.
+Features are rows [n, d], and U_t is rows [r, d]. JAX computes in float32, with products of the
+highest precision; moments are float64 on the host. `measure` reads no setting and `fuse` no
+feature, so that a sweep of settings measures once.
 """
 
 import logging
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Annotated, Any, NamedTuple
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jaxtyping import Array, Float, Int
-from msgspec import Meta
 
 from fdc_jax.calibration import compiled, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.compiled import Blocks
+from fdc_jax.calibration.settings import COMPONENTS, Settings, Switches
 from fdc_jax.calibration.shapes import (
-    in_groups,
+    groups_of,
     mean_of_smallest,
     over_tasks,
     padded_size,
-    register_tree,
     squared_norm,
-    stack,
-    to_device,
 )
-from fdc_jax.calibration.statistics import Foreign, Task, View
+from fdc_jax.calibration.statistics import Foreign, PackedTasks, Task, View, by_view, pack, stacked
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, products, unit
 from fdc_jax.machine.conversion import convert
@@ -45,72 +44,26 @@ _LOGGER = logging.getLogger("fdc_jax.calibration")
 # Floors of the paper, "Test-Time Calibration".
 SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
-# Smaller residual ratios are rounding errors of float32.
+# Smaller residual ratios, and smaller differences of equal values, are rounding errors of float32.
 RATIO_ROUNDING = 2.0**-18
+ROUNDING = 2.0**-20
 
 
-# Settings -----------------------------------------------------------------------------------------
+# Statistics of a task (lines 6 and 10) ------------------------------------------------------------
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of FDC, which checks them; the defaults are the paper's."""
-
-    retained_energy: Annotated[
-        float, Meta(gt=0, le=1, description="eta, share of the variance in the task subspace")
-    ] = 0.75
-    attenuation: Annotated[
-        float, Meta(ge=0, le=1, description="gamma, share that TSF removes outside the subspace")
-    ] = 0.5
-    rlc_weight: Annotated[float, Meta(ge=0, le=1e6, description="alpha, weight of RLC")] = 1.0
-    pac_weight: Annotated[float, Meta(ge=0, le=1e6, description="beta, weight of PAC")] = 1.0
-    adapted_view_weight: Annotated[
-        float, Meta(ge=0, le=1e6, description="w_T, weight of the adapted view")
-    ] = 1.0
-    pretrained_view_weight: Annotated[
-        float,
-        Meta(ge=0, le=1e6, description="w_0, weight of the pretrained view; 0 needs no such view"),
-    ] = 1.0
-    neighbours: Annotated[
-        int, Meta(ge=1, le=2**31 - 1, description="K, class prototypes whose cosines PAC averages")
-    ] = 1
-
-
-register_tree(Settings)  # for compiled functions
-
-
-class Switches(NamedTuple):
-    """Components of FDC that are on, and whether affinities are standardised in another way.
-
-    `nearest` takes the moments of the affinities of an input over the tasks ("PAC Neighborhood
-    Size").
-    """
-
-    tsf: bool = True
-    rlc: bool = True
-    pac: bool = True
-    adapted_view: bool = True
-    pretrained_view: bool = True
-    nearest: bool = False
-
-
-# Rows of Table current-ablation, then of Table plugin with one view: fields of `Switches`.
-COMPONENTS = {
-    "raw": {"tsf": False, "rlc": False, "pac": False},
-    "tsf": {"rlc": False, "pac": False},
-    "pac": {"tsf": False, "rlc": False},
-    "rlc": {"tsf": False, "pac": False},
-    "tsf+pac": {"rlc": False},
-    "tsf+rlc": {"pac": False},
-    "pac+rlc": {"tsf": False},
-    "full": {},
-    "adapted_view": {"pretrained_view": False},
-    "pretrained_view": {"adapted_view": False},
-    "pac+rlc_adapted_view": {"tsf": False, "pretrained_view": False},
-    "pac+rlc_pretrained_view": {"tsf": False, "adapted_view": False},
-}
-
-
-# Statistics of a task (line 6) --------------------------------------------------------------------
+def subspaces(
+    blocks: Sequence[Blocks], given: inputs.TaskInput, shares: Sequence[float]
+) -> list[list[View]]:
+    """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
+    rows = blocks[0].place(given.rows)
+    centres = means_and_prototypes(blocks, rows, given.counts)
+    by_share: list[list[View]] = [[] for _ in shares]
+    for block, (mean, prototypes) in zip(blocks, centres, strict=True):
+        bases = compiled.principal(block, rows, mean, shares)
+        for views, basis in zip(by_share, bases, strict=True):
+            views.append(View(mean, basis, prototypes))
+    return by_share
 
 
 def means_and_prototypes(
@@ -120,7 +73,8 @@ def means_and_prototypes(
 
     Prototypes of classes without samples are zero.
     """
-    classes, sums = padded_size(len(counts), 8), []
+    classes = padded_size(len(counts), 8)
+    sums = []
     for view in views:
         total = partial(_sums, first=next(iter(view)), classes=classes)
         sums.append(compiled.map_blocks(total, view, rows))
@@ -149,96 +103,19 @@ def moments(values: Float[np.ndarray, "..."]) -> tuple[float, float]:
     return float(wide.mean()), max(float(wide.std()), SCALE_FLOOR)
 
 
-# Features against tasks (lines 6, 7, 9, 10 and 16) ------------------------------------------------
+def affinity_moments(own: "Measured", neighbours: int) -> tuple[float, float]:
+    """Returns the moments of A_t on the task's own samples (line 6), which `own` measures."""
+    nearest = np.sort(own.distances[:, 0], axis=-1)[:, :neighbours]
+    mean, deviation = moments(nearest.mean(axis=-1))
+    return 1.0 - mean, deviation
 
 
-class PackedTasks(NamedTuple):
-    """Statistics of tasks in one view, padded, on the device; line 7 reads mean and basis alone."""
-
-    mean: Float[Array, "t d"]
-    basis: Float[Array, "t r d"]
-    leading: Float[Array, "t r"] | Any = None  # in a sweep of eta, 1 for its directions
-    length: Float[Array, " t"] | Any = None  # |m|
-    directions: Float[Array, "t c+1 d"] | Any = None  # p - m^ of each class, then m^ = m / |m|
-    offset: Float[Array, "t c"] | Any = None  # |m| - m.p, infinite for a class without samples
-    residual: Float[Array, "t 2"] | Any = None  # moments of rho_t
-    distance: Float[Array, "t 2"] | Any = None  # moments of 1 - A_t
-    scales: Float[Array, "t 2"] | Any = None  # sigma_t without and with TSF; 0 for padding tasks
-    weight: Float[Array, "t c d"] | Any = None  # W_t, and line 9, in the adapted view
-    inside: Float[Array, "t c r"] | Any = None  # W_t U_t
-    centre: Float[Array, "t r"] | Any = None  # m_t U_t
-    bias: Float[Array, "t c"] | Any = None  # b_t, minus infinity for padding rows
-    normalised: Float[Array, " t"] | Any = None  # 1 if heads divide h by |h|
+def score_scale(own: "Measured", task: PackedTasks, gamma: float) -> float:
+    """Returns sigma_t with TSF of a strength (line 10), from the task's own samples."""
+    return moments(filtered(own, task, gamma).max(axis=-1))[1]
 
 
-def subspaces(views: Sequence[View], size: int) -> PackedTasks:
-    """Returns m_t and U_t of tasks in one view, padded to `size` tasks."""
-    bases = stack([view.basis for view in views], padded_rank(views))
-    return PackedTasks(to_device(size, [view.mean for view in views]), to_device(size, bases))
-
-
-def padded_rank(views: Sequence[View]) -> int:
-    """Returns the number of directions that all tasks have with padding."""
-    return padded_size(max(len(view.basis) for view in views), 16)
-
-
-def pack(
-    tasks: Sequence[Task], counts: Sequence[Any], heads: Sequence[Any], pad: bool = True
-) -> list[PackedTasks]:
-    """Returns the statistics of tasks by view; `counts` are samples of each class, by task.
-
-    `pad` pads the number of tasks.
-    """
-    size = padded_size(len(tasks), 8) if pad else len(tasks)
-    put = partial(to_device, size)
-    classes = padded_size(max(map(len, counts)) + 1, 8) - 1  # A multiple of 8 with the row of m^.
-    packed = []
-    for index in range(len(tasks[0].views)):
-        views = [task.views[index] for task in tasks]
-        # In float64: the differences are small.
-        means = np.array([view.mean for view in views], float)
-        prototypes = unit(stack([view.prototypes for view in views], classes).astype(float))
-        lengths = np.linalg.norm(means, axis=1)
-        unit_means = unit(means)[:, None]
-        offset = lengths[:, None] - np.einsum("tcd,td->tc", prototypes, means)
-        offset[stack(counts, classes) == 0] = np.inf
-        statistics = subspaces(views, size)._replace(
-            length=put(lengths),
-            directions=put(np.concatenate([prototypes - unit_means, unit_means], axis=1)),
-            offset=put(offset),
-            **packed_moments(tasks, index, size),
-        )
-        packed.append(statistics if packed else with_heads(statistics, heads, views, put))
-    return packed
-
-
-def packed_moments(tasks: Sequence[Task], index: int, size: int) -> dict[str, Float[Array, "t 2"]]:
-    """Returns the fields of `PackedTasks` that depend on gamma and K, in one view."""
-    views = [task.views[index] for task in tasks]
-    distances = [(1.0 - view.affinity[0], view.affinity[1]) for view in views]
-    return {
-        "residual": to_device(size, [view.residual for view in views], 1.0),
-        "distance": to_device(size, distances, 1.0),
-        "scales": to_device(size, [task[1:] for task in tasks]),
-    }
-
-
-def with_heads(
-    packed: PackedTasks, heads: Sequence[Any], views: Sequence[View], put: Any
-) -> PackedTasks:
-    """Returns statistics with the heads of tasks; `put` pads and moves an array."""
-    forms = [head.affine for head in heads]
-    rows, rank = padded_size(max(len(form.rows) for form in forms), 4), padded_rank(views)
-    pairs = zip(forms, views, strict=True)
-    inside = [stack(products(form.rows, view.basis), rank) for form, view in pairs]
-    biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
-    return packed._replace(
-        weight=put(stack([form.rows for form in forms], rows)),
-        inside=put(stack(inside, rows)),
-        centre=put(stack([view.basis @ view.mean for view in views], rank)),
-        bias=put(stack(biases, rows, -np.inf)),
-        normalised=put([form.normalised for form in forms]),
-    )
+# Features against tasks (lines 7, 9, 15 and 16) ---------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -303,9 +180,9 @@ def cosine_distances(centred: Any, length: Any, task: PackedTasks) -> Float[Arra
     nearly the same way has no correct digits.
     """
     both = jnp.maximum(length + task.length, NORM_FLOOR)
-    along = products(centred, task.directions)
-    shared = (squared_norm(centred) + along[:, -1] * (task.length - length)) / both
-    scaled = shared[:, None] - along[:, :-1] + task.offset[None]
+    along = products(centred, task.directions)  # m^ first
+    shared = (squared_norm(centred) + along[:, 0] * (task.length - length)) / both
+    scaled = shared[:, None] - along + task.offset[None]
     distances = scaled / jnp.maximum(length, NORM_FLOOR)[:, None]
     return jnp.where(length[:, None] > NORM_FLOOR, distances, 1.0)
 
@@ -321,26 +198,43 @@ def filtered(measured: Measured, tasks: PackedTasks, gamma: Any) -> Float[Any, "
 
 
 def standardised(values: Any, mean_std: Any) -> Any:
-    """Returns u_t of rho_t, or -q_t of 1 - A_t, from their moments (Eq. residual, Eq. par)."""
-    return (values - mean_std[..., 0]) / mean_std[..., 1]
+    """Returns u_t of rho_t, or -q_t of 1 - A_t, from their moments (Eq. residual, Eq. par).
+
+    If all samples of the task have one value, what differs from it by a rounding error equals it.
+    """
+    library = values.__array_namespace__()
+    difference = values - mean_std[..., 0]
+    deviation = mean_std[..., 1]
+    equal = (deviation <= SCALE_FLOOR) & (abs(difference) < ROUNDING)
+    return library.where(equal, 0.0, difference) / deviation
 
 
 def foreign_residuals(
-    blocks: Sequence[Blocks], earlier: Sequence[Task]
-) -> list[Float[np.ndarray, "earlier n"]]:
-    """Returns u_j of features for every earlier task j, by view (line 7)."""
-    views = [*zip(*(task.views for task in earlier), strict=True)]
-    groups = [in_groups(of, subspaces) for of in views]
+    blocks: Sequence[Blocks], earlier: Sequence[Any], measured: Any = measure
+) -> list[Float[np.ndarray, "n earlier"]]:
+    """Returns u_j of features for every earlier task j, by view (line 7).
 
-    def ratios_of(*block: Array) -> list[list[Array]]:
-        of_views = zip(block, groups, strict=True)
-        return [[measure(x, group).residual for group in of] for x, of in of_views]
+    `earlier` has by view the tasks in groups, and the moments of their rho_j.
+    """
 
-    ratios, residuals = compiled.map_blocks(ratios_of, *blocks), []
-    for of, parts in zip(views, blocks[0].gather(ratios), strict=True):
-        mean_std = np.array([view.residual for view in of], np.float32)
-        residuals.append(standardised(np.concatenate(parts, axis=1)[:, : len(of)], mean_std).T)
+    def by_group(*views: Array) -> list[list[Array]]:
+        pairs = zip(views, earlier, strict=True)
+        return [[measured(features, group).residual for group in of] for features, (of, _) in pairs]
+
+    ratios = blocks[0].gather(compiled.map_blocks(by_group, *blocks))
+    residuals = []
+    for parts, (_, mean_std) in zip(ratios, earlier, strict=True):
+        rho = np.concatenate(parts, axis=-1)[..., : mean_std.shape[-2]]
+        residuals.append(standardised(rho, mean_std))
     return residuals
+
+
+def packed_subspaces(views: Sequence[View]) -> tuple[list[PackedTasks], Float[np.ndarray, "t 2"]]:
+    """Returns m_j and U_j of tasks in one view, in groups on the device, and moments of rho_j."""
+    rows, size = groups_of(len(views))
+    pairs = [PackedTasks(view.mean, view.basis) for view in views]
+    groups = jax.device_put([stacked(pairs[group], size) for group in rows])
+    return groups, np.array([view.residual for view in views], np.float32)
 
 
 def warn_without_residual(views: Sequence[View], given: inputs.TaskInput) -> None:
@@ -364,11 +258,6 @@ def log_ratio(mean: float, variance: float, tau: float = 1.0) -> Float[np.ndarra
     return np.array([0.5 - 0.5 / variance, mean / variance, constant]) / tau
 
 
-def packed_ratios(references: Sequence[Foreign]) -> list[Float[Array, " 3"]]:
-    """Returns `log_ratio` by view on the device."""
-    return jax.device_put([log_ratio(*reference).astype(np.float32) for reference in references])
-
-
 def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
     """Returns mu_F, V_F and tau, fitted to u_j of each task's features (Eq. foreign, line 13).
 
@@ -382,9 +271,9 @@ def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
     mean = float(means.mean())
     variance = max(float((variances + (means - mean) ** 2).mean()), SCALE_FLOOR)
     ratio = log_ratio(mean, variance)
-    wide = (u.ravel().astype(float) for u in residuals)
-    sizes = np.concatenate([np.abs(np.polyval(ratio, u)).astype(np.float32) for u in wide])
-    return Foreign(mean, variance, max(float(np.median(sizes)), SCALE_FLOOR))
+    sizes = [np.abs(np.polyval(ratio, u.ravel().astype(float))) for u in residuals]
+    tau = float(np.median(np.concatenate(sizes).astype(np.float32)))
+    return Foreign(mean, variance, max(tau, SCALE_FLOOR))
 
 
 def evidence(
@@ -412,13 +301,13 @@ def fuse(
     `measured`, `tasks` and `ratios` (`log_ratio`) have an item by view. RLC says nothing if neither
     the input nor any sample of the task has a residual.
     """
-    logits = filtered(measured[0], tasks[0], jnp.where(on.tsf, settings.attenuation, 0.0))
+    logits = filtered(measured[0], tasks[0], on.tsf * settings.attenuation)
     score = logits.max(axis=-1)
     scale = jnp.where(on.tsf, tasks[0].scales[:, 1], tasks[0].scales[:, 0])[None]
-    alpha = jnp.where(on.rlc, settings.rlc_weight, 0.0)
-    beta = jnp.where(on.pac, settings.pac_weight, 0.0)
-    adapted = jnp.where(on.adapted_view, settings.adapted_view_weight, 0.0)
-    pretrained = jnp.where(on.pretrained_view, settings.pretrained_view_weight, 0.0)
+    alpha = on.rlc * settings.rlc_weight
+    beta = on.pac * settings.pac_weight
+    adapted = on.adapted_view * settings.adapted_view_weight
+    pretrained = on.pretrained_view * settings.pretrained_view_weight
     views = zip(measured, tasks, ratios, (adapted, pretrained), strict=False)
     for view, task, ratio, weight in views:
         u, q = evidence(view, task, settings.neighbours, on.nearest)
@@ -456,30 +345,25 @@ class FDC(Calibrator):
     def _fit(self, given: inputs.TaskInput) -> None:
         """Computes the statistics of a task (lines 5 to 11)."""
         self.check(given)
+        settings = self.settings
         blocks = compiled.blocks_of(given.views)
-        rows = blocks[0].place(given.rows)
-        views = []  # Line 6.
-        centres = means_and_prototypes(blocks, rows, given.counts)
-        for index, (view, (mean, prototypes)) in enumerate(zip(blocks, centres, strict=True)):
-            expected = len(self.tasks[-1].views[index].basis) if self.tasks else 0
-            shares = [self.settings.retained_energy]
-            (basis,) = compiled.principal(view, rows, mean, shares, expected)
-            views.append(View(mean, basis, prototypes))
-        # Lines 6 and 10, the task against itself, and line 9; `measure` reads no moments.
-        task = pack([Task(views)], [given.counts], [given.head], pad=False)
+        (views,) = subspaces(blocks, given, [settings.retained_energy])  # Line 6.
+        # The task against itself, and line 9; `measure` reads no moments.
+        (host, *_) = packed = pack([Task(views)], [given.counts], [given.head], 1)
+        task = jax.device_put(packed)
         by_block = compiled.map_blocks(lambda *parts: measure_views(parts, task), *blocks)
         own = blocks[0].gather(by_block)
-        for index, (view, measured) in enumerate(zip(views, own, strict=True)):
-            distances = np.sort(measured.distances[:, 0], axis=-1)[:, : self.settings.neighbours]
-            mean, std = moments(distances.mean(axis=-1))
+        for index, measured in enumerate(own):
             residual = moments(measured.residual)
-            views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
-        host = jax.device_get(task[0])
-        logits = [filtered(own[0], host, gamma) for gamma in (0.0, self.settings.attenuation)]
-        scales = [moments(z.max(axis=-1))[1] for z in logits]
+            affinity = affinity_moments(measured, settings.neighbours)
+            views[index] = views[index]._replace(residual=residual, affinity=affinity)
+        scales = [score_scale(own[0], host, gamma) for gamma in (0.0, settings.attenuation)]
         warn_without_residual(views, given)
-        foreign = foreign_residuals(blocks, self.tasks) if self.tasks else []  # Line 7.
-        self.add(given, Task(views, *scales), foreign, logits[0][:, 0].argmax(axis=1))
+        foreign = []
+        if self.tasks:  # Line 7.
+            earlier = [*map(packed_subspaces, by_view(self.tasks))]
+            foreign = [u.T for u in foreign_residuals(blocks, earlier)]
+        self.add(given, Task(views, *scales), foreign, filtered(own[0], host, 0.0))
 
     def check(self, given: inputs.TaskInput) -> None:
         """Raises InputError if no further task can be fitted, or this one has too few classes."""
@@ -487,14 +371,15 @@ class FDC(Calibrator):
             raise InputError("the foreign residuals were released: no further task can be fitted")
         inputs.check_neighbours(self.settings.neighbours, given.task, given.counts)
 
-    def add(self, given: inputs.TaskInput, task: Task, foreign: Any, predicted: Any) -> None:
-        """Adds a task's statistics, its u_j by view, and the rows that its head predicts."""
+    def add(self, given: inputs.TaskInput, task: Task, foreign: Any, logits: Any) -> None:
+        """Adds a task's statistics, its u_j by view, and the logits [n, 1, c] of its samples."""
         known = self.foreign or [[] for _ in task.views]
-        new = [[u] for u in foreign] or known
-        self.foreign = [[*pair[0], *pair[1]] for pair in zip(known, new, strict=True)]
+        if foreign:
+            known = [[*earlier, u] for earlier, u in zip(known, foreign, strict=True)]
+        self.foreign = known
         self.tasks = [*self.tasks, task]
         self.references = []
-        self._append(given, predicted)
+        self._append(given, logits[:, 0].argmax(axis=1))
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC, and with `release` discards F^v, as line 13 does."""
@@ -513,13 +398,14 @@ class FDC(Calibrator):
 
     @cached_property
     def _unit_means(self) -> list[Float[np.ndarray, "c d"]]:
-        present = np.concatenate(self.counts) > 0
-        views = zip(*(task.views for task in self.tasks), strict=True)
-        return [np.concatenate([task.prototypes for task in view])[present] for view in views]
+        views = by_view(self.tasks)
+        return [np.concatenate([task.prototypes for task in view]) for view in views]
 
     @cached_property
     def _packed(self) -> tuple[list[PackedTasks], list[Array]]:
-        return pack(self.tasks, self.counts, self.heads), packed_ratios(self.references)
+        count = padded_size(self.num_tasks, 8)
+        packed = pack(self.tasks, self.counts, self.heads, count)
+        return jax.device_put((packed, [*starmap(log_ratio, self.references)]))
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 15 to 20)."""
@@ -541,9 +427,9 @@ class FDC(Calibrator):
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
         """Returns the scores of `COMPONENTS`; those of one view only if there are two."""
         terms = self.terms(adapted, pretrained)
-        both = len(terms.tasks) == 2
-        parts = {name: on for name, on in COMPONENTS.items() if both or "view" not in name}
-        return {name: terms.fuse(**on) for name, on in parts.items()}
+        single = len(terms.tasks) == 1
+        names = [name for name in COMPONENTS if not (single and "view" in name)]
+        return {name: terms.fuse(**COMPONENTS[name]) for name in names}
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Terms.by_class`."""

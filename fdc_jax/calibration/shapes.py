@@ -1,4 +1,4 @@
-"""Arrays of few shapes for compiled programs, and loops over tasks."""
+"""Sizes of which few occur, so that few programs are compiled, and loops over tasks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jaxtyping import Array, Float
 
 # Tasks at once: two fit into the caches of a CPU; elsewhere memory alone limits them.
-ON_CPU, ELSEWHERE = 2, 64
+ON_CPU = 2
+ELSEWHERE = 64
 
 
 def padded_size(size: int, least: int = 1) -> int:
@@ -30,14 +30,20 @@ def padded(array: np.ndarray, size: int, fill: float = 0.0) -> np.ndarray:
     return np.pad(array, widths, constant_values=fill) if size > len(array) else array
 
 
-def stack(arrays: Sequence[np.ndarray], size: int, fill: float = 0.0) -> np.ndarray:
-    """Returns arrays of several leading sizes as one, each padded."""
-    return np.stack([padded(np.asarray(array), size, fill) for array in arrays])
+def stack(
+    arrays: Sequence[Any], count: int, least: Sequence[int], fill: float
+) -> Float[np.ndarray, "count ..."]:
+    """Returns arrays as rows of one of `count`, padded.
 
-
-def to_device(count: int, array: Any, fill: float = 0.0) -> Array:
-    """Returns an array on the device, in float32, padded to a leading size `count`."""
-    return jax.device_put(padded(np.asarray(array, np.float32), count, fill))
+    The leading axes have at least the sizes `least`, and few sizes; others are all equal.
+    """
+    shape = [max(sizes) for sizes in zip(*map(np.shape, arrays), strict=True)]
+    for axis, size in enumerate(least):
+        shape[axis] = padded_size(shape[axis], size)
+    rows = np.full((count, *shape), fill, np.float32)
+    for index, array in enumerate(arrays):
+        rows[index, *map(slice, np.shape(array))] = array
+    return rows
 
 
 def squared_norm(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
@@ -46,48 +52,30 @@ def squared_norm(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
 
 
 def mean_of_smallest(values: Float[Array, "*n c"], count: Any) -> Float[Array, "*n"]:
-    """Returns the mean of the `count` smallest values of each row; a sort takes longer."""
+    """Returns the mean of the `count` smallest values of each row."""
 
     def several() -> Float[Array, "*n"]:
-        one, other = values[..., None], values[..., None, :]
-        smaller, equal = (other < one).sum(axis=-1), (other == one).sum(axis=-1)
-        # Equal values share what is left for them.
-        weights = jnp.clip(count - smaller, 0, equal) / equal
-        return jnp.where(weights > 0, weights * values, 0.0).sum(axis=-1) / count
+        kept = jnp.arange(values.shape[-1]) < count
+        return jnp.where(kept, jnp.sort(values), 0.0).sum(axis=-1) / count
 
     return jax.lax.cond(count > 1, several, lambda: values.min(axis=-1))
 
 
 def over_tasks(function: Callable[..., Any], tasks: Any) -> Any:
     """Returns results [n, t, ...] of a function of one task, by `vmap` over several at a time."""
-    count = len(jax.tree.leaves(tasks)[0])
-    at_once = jax.vmap(function, out_axes=1)
 
-    def in_groups(tasks: Any, size: int) -> Any:
-        by_task = jax.lax.map(function, tasks, batch_size=size)
+    def mapped(tasks: Any, at_once: int) -> Any:
+        by_task = jax.lax.map(function, tasks, batch_size=at_once)
         return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1), by_task)
 
-    if count <= ON_CPU:
-        return at_once(tasks)
-    elsewhere = at_once if count <= ELSEWHERE else partial(in_groups, size=ELSEWHERE)
-    on_cpu = partial(in_groups, size=ON_CPU)
+    on_cpu = partial(mapped, at_once=ON_CPU)
+    elsewhere = partial(mapped, at_once=ELSEWHERE)
     return jax.lax.platform_dependent(tasks, cpu=on_cpu, default=elsewhere)
 
 
-def in_groups(tasks: Sequence[Any], pack: Callable[[Sequence[Any], int], Any]) -> list[Any]:
-    """Returns `pack(group, size)` of groups of tasks for `over_tasks`; sizes are few."""
+def groups_of(count: int) -> tuple[list[slice], int]:
+    """Returns groups of tasks for `over_tasks`, and the size to which each is padded."""
     size = ON_CPU
     if jax.default_backend() != "cpu":
-        size = min(ELSEWHERE, 1 << max(len(tasks) - 1, 7).bit_length())
-    return [pack(tasks[start : start + size], size) for start in range(0, len(tasks), size)]
-
-
-def register_tree(kind: type[msgspec.Struct]) -> None:
-    """Makes structures of a kind trees of their fields, which compiled functions accept."""
-
-    def restored(_: None, values: Any) -> Any:
-        return kind(**dict(zip(kind.__struct_fields__, values, strict=True)))
-
-    jax.tree_util.register_pytree_node(
-        kind, lambda value: (msgspec.structs.astuple(value), None), restored
-    )
+        size = min(ELSEWHERE, 1 << max(count - 1, 7).bit_length())
+    return [slice(start, start + size) for start in range(0, count, size)], size

@@ -1,9 +1,13 @@
-"""Statistics of tasks as FDC keeps and saves them."""
+"""Statistics of tasks as FDC keeps and saves them, and packed as compiled programs read them."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+
+from fdc_jax.calibration.shapes import stack
+from fdc_jax.heads import products, unit
 
 
 class View(NamedTuple):
@@ -24,9 +28,97 @@ class Task(NamedTuple):
     filtered_scale: float = 1.0
 
 
+def by_view(tasks: Sequence[Task]) -> list[tuple[View, ...]]:
+    """Returns the views of tasks, by view."""
+    return [*zip(*(task.views for task in tasks), strict=True)]
+
+
 class Foreign(NamedTuple):
     """The reference p_F = N(mean, variance) and tau of a view; with one task p_F is p_O."""
 
     mean: float = 0.0  # mu_F
     variance: float = 1.0  # V_F
     scale: float = 1.0  # tau
+
+
+class PackedTasks(NamedTuple):
+    """Statistics of tasks in one view, padded; line 7 of Algorithm 1 reads mean and basis alone.
+
+    m^ = m / |m|. The first direction is m^ itself, which has no distance: its offset is infinite,
+    as that of classes without a sample.
+    """
+
+    mean: Float[Any, "t d"]
+    basis: Float[Any, "t r d"]
+    leading: Float[Any, "t r"] | Any = None  # in a sweep of eta, 1 for its directions
+    length: Float[Any, " t"] | Any = None  # |m|
+    directions: Float[Any, "t c d"] | Any = None  # m^, then p - m^ of each class
+    offset: Float[Any, "t c"] | Any = None  # |m| - m.p
+    residual: Float[Any, "t 2"] | Any = None  # moments of rho_t
+    distance: Float[Any, "t 2"] | Any = None  # moments of 1 - A_t
+    scales: Float[Any, "t 2"] | Any = None  # sigma_t without and with TSF; 0 for padding tasks
+    weight: Float[Any, "t k d"] | Any = None  # W_t, and line 9, in the adapted view
+    inside: Float[Any, "t k r"] | Any = None  # W_t U_t
+    centre: Float[Any, "t r"] | Any = None  # m_t U_t
+    bias: Float[Any, "t k"] | Any = None  # b_t
+    normalised: Float[Any, " t"] | Any = None  # 1 if heads divide h by |h|
+
+
+# Padding by field: least sizes of the leading axes of a task, and the value.
+_LEAST = {"basis": (16,), "directions": (8,), "offset": (8,), "weight": (4,)}
+_LEAST |= {"inside": (4, 16), "centre": (16,), "bias": (4,)}
+_FILL = {"offset": np.inf, "bias": -np.inf, "residual": 1.0, "distance": 1.0}
+
+
+def stacked(tasks: Sequence[PackedTasks], count: int) -> PackedTasks:
+    """Returns statistics of single tasks as those of `count` tasks, padded to few sizes."""
+    fields: dict[str, Any] = {"mean": None, "basis": None}
+    for name, *arrays in zip(PackedTasks._fields, *tasks, strict=True):
+        if arrays[0] is not None:
+            fields[name] = stack(arrays, count, _LEAST.get(name, ()), _FILL.get(name, 0.0))
+    return PackedTasks(**fields)
+
+
+def pack(
+    tasks: Sequence[Task], counts: Sequence[Any], heads: Sequence[Any], count: int
+) -> list[PackedTasks]:
+    """Returns `stacked` of tasks by view; `counts` are samples of each class, by task."""
+    packed = []
+    for index in range(len(tasks[0].views)):
+        triples = zip(tasks, counts, heads, strict=True)
+        packed.append(stacked([packed_task(index, *triple) for triple in triples], count))
+    return packed
+
+
+def packed_task(index: int, task: Task, counts: Any, head: Any) -> PackedTasks:
+    """Returns the statistics of one task in a view, of index 0 with its head."""
+    view = task.views[index]
+    mean, prototypes = view.mean.astype(float), unit(view.prototypes.astype(float))
+    length, direction = np.linalg.norm(mean), unit(mean)[None]
+    # In float64: the differences are small.
+    offset = np.where(counts > 0, length - prototypes @ mean, np.inf)
+    packed = PackedTasks(
+        view.mean,
+        view.basis,
+        length=length,
+        directions=np.concatenate([direction, prototypes - direction]),
+        offset=np.concatenate([[np.inf], offset]),
+        **packed_moments(index, task),
+    )
+    if index > 0:
+        return packed
+    rows, bias, normalised = head.affine
+    return packed._replace(
+        weight=rows,
+        inside=products(rows, view.basis),
+        centre=view.basis @ view.mean,
+        bias=np.broadcast_to(bias, len(rows)),
+        normalised=normalised,
+    )
+
+
+def packed_moments(index: int, task: Task) -> dict[str, tuple[float, float]]:
+    """Returns the fields of `PackedTasks` that depend on gamma and K."""
+    view = task.views[index]
+    mean, deviation = view.affinity
+    return {"residual": view.residual, "distance": (1.0 - mean, deviation), "scales": task[1:]}

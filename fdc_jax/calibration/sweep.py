@@ -6,6 +6,8 @@ measurements.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import starmap
 from typing import Any
 
 import jax
@@ -15,10 +17,9 @@ from jaxtyping import Array, Float
 
 from fdc_jax.calibration import compiled, fdc, inputs
 from fdc_jax.calibration.calibrator import Calibrator
-from fdc_jax.calibration.compiled import Blocks
 from fdc_jax.calibration.fdc import FDC, Measured, PackedTasks
-from fdc_jax.calibration.shapes import in_groups, mean_of_smallest
-from fdc_jax.calibration.statistics import Task, View
+from fdc_jax.calibration.shapes import groups_of, mean_of_smallest
+from fdc_jax.calibration.statistics import Task, View, pack, packed_moments, stacked
 from fdc_jax.calibration.terms import Terms
 
 # The axis of eta, in the statistics and in the measurements that depend on it.
@@ -51,49 +52,45 @@ class Sweep(Calibrator):
         for calibrator in self.calibrators:
             calibrator.check(given)
         blocks = compiled.blocks_of(given.views)
-        rows = blocks[0].place(given.rows)
-        tasks = [Task([]) for _ in self.etas]
-        centres = fdc.means_and_prototypes(blocks, rows, given.counts)
-        for view, (mean, prototypes) in zip(blocks, centres, strict=True):
-            bases = compiled.principal(view, rows, mean, self.etas)
-            for task, basis in zip(tasks, bases, strict=True):
-                task.views.append(View(mean, basis, prototypes))
-        alone = fdc.pack(tasks[-1:], [given.counts], [given.head], pad=False)
-        for index, packed in enumerate(alone):
-            alone[index] = with_leading(packed, _views([[task] for task in tasks], index))
+        earlier = [self._of(eta).tasks for eta in self.etas]
+        by_eta = fdc.subspaces(blocks, given, self.etas)
+        (host, *_) = packed = pack([Task(by_eta[-1])], [given.counts], [given.head], 1)
+        alone = [
+            with_leading(view, [[views[index]] for views in by_eta])
+            for index, view in enumerate(packed)
+        ]
         by_block = compiled.map_blocks(lambda *part: measure_by_eta(part, alone), *blocks)
         own = blocks[0].gather(by_block)
-        host = jax.device_get(alone[0]._replace(leading=None))
-        ordered = [np.sort(view.distances[:, 0], axis=-1) for view in own]
-        foreign = [[] for _ in self.etas]
+        residuals = []
         if self.classes:
-            foreign = foreign_residuals(blocks, [self._of(eta).tasks for eta in self.etas])
-        predicted = fdc.filtered(_of_eta(own[0], 0), host, 0.0)[:, 0].argmax(axis=1)
-        warned: set[int] = set()  # etas
-        kept: dict[Any, Any] = {}  # moments that several settings have in common
+            views = [_views(earlier, index) for index in range(len(blocks))]
+            residuals = fdc.foreign_residuals(blocks, [*map(_subspaces, views)], _measure)
+
+        # Several settings have these in common.
+        @cache
+        def affinity(index: int, neighbours: int) -> tuple[float, float]:
+            return fdc.affinity_moments(own[index], neighbours)
+
+        @cache
+        def scale(e: int, gamma: float) -> float:
+            return fdc.score_scale(_of_eta(own[0], e), host, gamma)
+
+        foreign = []
+        for e, views in enumerate(by_eta):
+            foreign.append([u[:, e].T for u in residuals])
+            for index, view in enumerate(views):
+                views[index] = view._replace(residual=fdc.moments(own[index].residual[:, e]))
+            fdc.warn_without_residual(views, given)
+        logits = fdc.filtered(_of_eta(own[0], 0), host, 0.0)
         for calibrator in self.calibrators:
-            settings, views = calibrator.settings, []
+            settings = calibrator.settings
             e = self.etas.index(settings.retained_energy)
-            for index, view in enumerate(tasks[e].views):
-                key = index, settings.neighbours
-                if key not in kept:
-                    nearest = ordered[index][:, : settings.neighbours].mean(axis=-1)
-                    mean, std = fdc.moments(nearest)
-                    kept[key] = 1.0 - mean, std
-                residual = fdc.moments(own[index].residual[:, e])
-                views.append(view._replace(residual=residual, affinity=kept[key]))
-            scales = []
-            for gamma in (0.0, settings.attenuation):
-                key = "scale", e, gamma
-                if key not in kept:
-                    logits = fdc.filtered(_of_eta(own[0], e), host, gamma)
-                    kept[key] = fdc.moments(logits.max(axis=-1))[1]
-                scales.append(kept[key])
-            if e not in warned:
-                fdc.warn_without_residual(views, given)
-            warned.add(e)
-            calibrator.add(given, Task(views, *scales), foreign[e], predicted)
-        self._append(given, predicted)
+            views = []
+            for index, view in enumerate(by_eta[e]):
+                views.append(view._replace(affinity=affinity(index, settings.neighbours)))
+            task = Task(views, scale(e, 0.0), scale(e, settings.attenuation))
+            calibrator.add(given, task, foreign[e], logits)
+        self._append(given, logits[:, 0].argmax(axis=1))
 
     def _of(self, eta: float) -> FDC:
         """Returns the first calibrator of an eta."""
@@ -130,14 +127,14 @@ class Sweep(Calibrator):
             if choice != chosen:
                 chosen, numbers = choice, jax.device_put(choice)
                 selected = [_selected(views, *numbers) for views in measured]
-            moments = [
-                of._replace(**fdc.packed_moments(calibrator.tasks, index, len(of.mean)))
-                for index, of in enumerate(packed)
-            ]
-            ratios = fdc.packed_ratios(calibrator.references)[: len(blocks)]
+            moments = [with_moments(*pair, calibrator) for pair in enumerate(packed)]
+            ratios = jax.device_put([*starmap(fdc.log_ratio, calibrator.references)][: len(blocks)])
             # The mean distance to K prototypes is a distance to one.
             one = msgspec.structs.replace(settings, neighbours=1)
             yield Terms(blocks[0], selected, moments, ratios, one, self.classes)
+
+
+_measure = jax.jit(jax.vmap(fdc.measure, (None, _OF_TASKS), _OF_MEASURED))
 
 
 @jax.jit
@@ -145,8 +142,7 @@ def measure_by_eta(
     views: Sequence[Float[Array, "n d"]], tasks: Sequence[PackedTasks]
 ) -> list[Measured]:
     """Returns `fdc.measure` by view, with an axis of eta in what depends on it."""
-    of_view = jax.vmap(fdc.measure, (None, _OF_TASKS), _OF_MEASURED)
-    return [of_view(*pair) for pair in zip(views, tasks, strict=True)]
+    return [_measure(*pair) for pair in zip(views, tasks, strict=True)]
 
 
 def with_leading(packed: PackedTasks, by_eta: Sequence[Sequence[View]]) -> PackedTasks:
@@ -155,7 +151,14 @@ def with_leading(packed: PackedTasks, by_eta: Sequence[Sequence[View]]) -> Packe
     ranks = np.zeros((len(by_eta), size, 1))
     for e, views in enumerate(by_eta):
         ranks[e, : len(views), 0] = [len(view.basis) for view in views]
-    return packed._replace(leading=jax.device_put(np.float32(np.arange(rank) < ranks)))
+    return jax.device_put(packed._replace(leading=np.float32(np.arange(rank) < ranks)))
+
+
+def with_moments(index: int, packed: PackedTasks, calibrator: FDC) -> PackedTasks:
+    """Returns packed tasks of a view with the moments of a calibrator."""
+    moments = [PackedTasks(None, None, **packed_moments(index, task)) for task in calibrator.tasks]
+    own = jax.device_put(stacked(moments, len(packed.mean)))
+    return packed._replace(residual=own.residual, distance=own.distance, scales=own.scales)
 
 
 def _of_eta(measured: Measured, index: Any) -> Measured:
@@ -174,27 +177,14 @@ def _selected(views: Sequence[Measured], index: Any, neighbours: Any) -> list[Me
     return [_of_eta(view, index)._replace(distances=distance) for view, distance in pairs]
 
 
-def foreign_residuals(
-    blocks: Sequence[Blocks], by_eta: Sequence[Sequence[Task]]
-) -> list[list[Float[np.ndarray, "earlier n"]]]:
-    """Returns u_j of features for every earlier task j (line 7), by eta and view."""
-    results: list[list[Any]] = [[] for _ in by_eta]
-    for index, block in enumerate(blocks):
-        views, ratios = _views(by_eta, index), []
-        groups = in_groups([*zip(*views, strict=True)], _packed)
-        for part in block:
-            ratios.append([measure_by_eta([part], [group])[0].residual for group in groups])
-        together = np.concatenate(block.gather(ratios), axis=2)
-        for e, of in enumerate(views):
-            mean_std = np.array([view.residual for view in of], np.float32)
-            results[e].append(fdc.standardised(together[:, e, : len(of)], mean_std).T)
-    return results
-
-
-def _packed(tasks: Sequence[tuple[View, ...]], size: int) -> PackedTasks:
-    """Returns tasks, whose views are given by eta, for `measure_by_eta`."""
-    by_eta = [*zip(*tasks, strict=True)]
-    return with_leading(fdc.subspaces(by_eta[-1], size), by_eta)
+def _subspaces(by_eta: Sequence[Sequence[View]]) -> tuple[list[PackedTasks], Any]:
+    """Returns `fdc.packed_subspaces` with the directions and the moments of each eta."""
+    groups, _ = fdc.packed_subspaces(by_eta[-1])
+    rows, _ = groups_of(len(by_eta[-1]))
+    pairs = zip(groups, rows, strict=True)
+    leading = [with_leading(packed, [views[of] for views in by_eta]) for packed, of in pairs]
+    mean_std = [[view.residual for view in views] for views in by_eta]
+    return leading, np.array(mean_std, np.float32)
 
 
 def _views(by_eta: Sequence[Sequence[Task]], index: int) -> list[list[View]]:

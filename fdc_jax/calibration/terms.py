@@ -44,10 +44,13 @@ class Terms(NamedTuple):
         gamma = jax.device_put(self.settings.attenuation)
         parts = [_filtered(block[0], self.tasks[0], gamma) for block in self.measured]
         logits = self.blocks.gather(parts)
-        tasks = range(len(self.classes))
-        margins = logits - logits.max(axis=-1, keepdims=True)
-        scores = self.fuse().task_scores[..., None] + margins[:, : len(tasks)]
-        return np.hstack([scores[:, t, : len(self.classes[t])] for t in tasks])
+        parts = []
+        for task, (score, rows) in enumerate(
+            zip(self.fuse().task_scores.T, self.classes, strict=True)
+        ):
+            own = logits[:, task, : len(rows)]
+            parts.append(score[:, None] + own - own.max(axis=1, keepdims=True))
+        return np.hstack(parts)
 
 
 _evidence = jax.jit(fdc.evidence)
