@@ -133,7 +133,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def did_you_mean(name: str, value: Any, known: Iterable[str]) -> str:
     """Returns a line about an unknown value, with the known words and the nearest of them."""
-    names, text = list(known), value if isinstance(value, str) else type(value).__name__
+    names = list(known)
+    text = value if isinstance(value, str) else type(value).__name__
     return f"{name}: expected one of {', '.join(names)}, found {text!r}{nearest(text, names)}"
 
 
@@ -147,7 +148,8 @@ def counted(number: float, noun: str) -> str:
 def plain_warnings(title: str, quiet: bool = False) -> Iterator[None]:
     """Prints warnings of the package, or only errors, as lines on standard error, each once."""
     messages: set[str] = set()  # all calibrators of one head would warn of it
-    handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
+    handler = logging.StreamHandler()
+    logger = logging.getLogger("fdc_jax")
 
     def write(record: logging.LogRecord) -> None:
         if (message := displayed(record.getMessage())) not in messages:
@@ -260,8 +262,8 @@ class Program(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises InputError, with the flag that a mistyped one resembles."""
         _, unknown, rest = message.partition("unrecognized arguments: ")
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        raise InputError(message + (nearest(rest.partition("=")[0], flags) if unknown else ""))
+        hint = nearest(rest.partition("=")[0], self._option_string_actions) if unknown else ""
+        raise InputError(message + hint)
 
     def run(
         self, body: Callable[[argparse.Namespace], int | None], arguments: Sequence[str] | None

@@ -82,7 +82,7 @@ def write(
     with write_folder_atomically(output) as folder:
         target = RunFolder(folder)
         _write_pretrained(run.encoders.pretrained.path, target.weights_file)
-        config = _anywhere(run.read_config())
+        config = _anywhere(run.read_config().fields)
         write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})
         results = msgspec.structs.replace(results, config=_anywhere(results.config))
         write_json(target.results_file, results)
@@ -135,7 +135,7 @@ def _write_pretrained(path: Path, target: Path) -> None:
 
 def _write_timm(run: Run, folder: Path) -> None:
     """Writes E_T as a model of timm, with the input range of the run; warns if timm has none."""
-    model, size = run.encoders.learner.setup.model, run.config["encoder.image_size"]
+    model, size = run.encoders.learner.setup.model, run.config.encoder.image_size
     offset, divisor = vit.INPUT_RANGES.get(model.input_range, (None, None))
     pixels = {} if offset is None else {"mean": (offset,) * 3, "std": (divisor,) * 3}
     variant = dataclasses.replace(model.variant, **pixels)

@@ -118,7 +118,7 @@ def measure_run(run: Any, protocol: Any = PROTOCOL) -> Latency:
         images=len(rows),
         device=devices.describe(),
         versions=versions(),
-        precision=run.config["precision"],
+        precision=run.config.precision,
         contenders=measure(*parts, protocol),
     )
     write_json(run.folder / "latency.json", measured)

@@ -224,7 +224,7 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
     run, method = predictions.run, predictions.method
     names = (predictions.images.ids[row] for row in sorted(predictions.unreadable))
     return page.render_predictions(
-        benchmark=run.config["benchmark"],
+        benchmark=run.config.benchmark,
         num_tasks=predictions.num_tasks,
         num_classes=len(np.concatenate(predictions.calibrator.classes)),
         notice=_UNFINISHED if predictions.before_training else "",

@@ -63,7 +63,7 @@ def family_difference(family: str) -> float:
 def export_difference(folder: Path) -> float:
     """Returns the largest difference of features between an export and its timm model."""
     run = fdc_jax.open_run(folder)
-    images = encoders.images(run.config["encoder.image_size"])
+    images = encoders.images(run.config.encoder.image_size)
     ours = run.features(images, run.num_tasks)
     return np.abs(timm_features(folder / "timm", images) - ours).max()
 

@@ -14,6 +14,7 @@ from fdc_jax.calibration import Gaussians
 from fdc_jax.data import folder
 from fdc_jax.data.images import decode
 from fdc_jax.errors import InputError
+from fdc_jax.run import configuration
 from fdc_jax.run.prediction import Predictions
 from tests import small_runs
 from tests.report.test_page import HOSTILE, Reader
@@ -173,7 +174,7 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
 @pytest.mark.parametrize(("saved", "bits"), [(12, 12), (16, 16), (0, 16)])
 def test_grey_of_16_bits_has_the_scale_of_the_run(whole, cache, saved, bits):
     run = fdc_jax.open_run(whole)
-    run.config["data.grey_bits"] = saved
+    run.config = configuration.replaced(run.config, {"data.grey_bits": saved})
     values = (200, 300, 3000, 5000)
     grey = [Image.fromarray(np.full((9, 9), value, np.uint16)) for value in values]
     images = Predictions(run, grey).images
@@ -194,7 +195,7 @@ def test_further_frames_are_counted(opened, said, files, tmp_path, caplog):
 
 def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
     opened = fdc_jax.open_run(whole)
-    opened.config["evaluation.batch_size"] = 4
+    opened.config = configuration.replaced(opened.config, {"evaluation.batch_size": 4})
     reads = []
     read = folder.content
     monkeypatch.setattr(folder, "content", lambda *a: reads.append(a) or read(*a))

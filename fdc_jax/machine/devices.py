@@ -177,7 +177,8 @@ class Stopwatch:
     """Measures the time since it was made."""
 
     def __init__(self) -> None:
-        self._start, self._compiled = time.perf_counter(), _compilation["seconds"]
+        self._start = time.perf_counter()
+        self._compiled = _compilation["seconds"]
 
     def read(self) -> Elapsed:
         """Returns the seconds so far, without and of compilation."""

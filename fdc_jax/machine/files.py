@@ -271,7 +271,8 @@ def read_json(path: Path) -> Any:
     """Reads a JSON file, in whose objects no name occurs twice; raises InputError."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(names := dict(pairs)) < len(pairs):
+        names = dict(pairs)
+        if len(names) < len(pairs):
             raise ValueError(f"a name occurs twice among {', '.join(names)}"[:200])
         return names
 

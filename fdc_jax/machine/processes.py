@@ -63,7 +63,8 @@ def start(where: str | None) -> None:
         match = re.fullmatch(r"(.+):(\d+),(\d+)/(\d+)", where)
         if match is None or int(match[3]) >= int(match[4]) or int(match[2]) >= 2**16:
             raise InputError(f"--distributed: expected HOST:PORT,0/2 or auto, found {where}")
-        address, number, processes = f"{match[1]}:{match[2]}", int(match[3]), int(match[4])
+        address = f"{match[1]}:{match[2]}"
+        number, processes = map(int, match.groups()[2:])
         arguments, failed = (address, processes, number), "cannot join the others"
         others = f"process 0 at {address}" if number else counted(processes - 1, "other process")
         if number == 0:

@@ -18,7 +18,7 @@ from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine.files import ArrayFolder, read_json, read_npz, write_json, write_npz
 from fdc_jax.posthoc import methods
 from fdc_jax.report import console, runs, tables
-from fdc_jax.run.records import PLANNED
+from fdc_jax.run.configuration import PLANNED
 
 # The field of `config.json` with the feature file; runs of other programs lack it.
 SOURCE = "feature file"

@@ -188,7 +188,7 @@ def load(
     for folder in folders(paths):
         try:
             run: Any = open_run(folder, data)
-            if host := hosts.get(run.config["benchmark"]):
+            if host := hosts.get(run.config.benchmark):
                 run = open_run(folder, data, host=host)
             if run.results is None:
                 raise InputError(run.unfinished)

@@ -297,4 +297,7 @@ def fields(kind: type[Struct] = Config, prefix: str = "") -> Iterator[tuple[str,
 
 def marked(*marks: Meta) -> frozenset[str]:
     """Returns the names of the fields that have one of some marks."""
-    return frozenset(name for name, metas in fields() if any(mark in metas for mark in marks))
+    names = []
+    for mark in marks:
+        names.extend(name for name, metas in fields() if mark in metas)
+    return frozenset(names)

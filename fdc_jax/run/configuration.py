@@ -1,19 +1,22 @@
 """Configurations: reading, checks, and the comparison of two of them."""
 
+import itertools
 import json
 import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import ml_collections
 import msgspec
 from flax import traverse_util
-from msgspec import structs
+from msgspec import Meta, structs
 
 from fdc_jax import learners
 from fdc_jax.data import sources
+from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError, line, nearest, place
+from fdc_jax.evaluation import Name
 from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.files import named_path, open_regular
 from fdc_jax.run.config import (
@@ -22,6 +25,7 @@ from fdc_jax.run.config import (
     RESUME,
     STREAM,
     Config,
+    Positive,
     fields,
     marked,
     of_values,
@@ -29,6 +33,10 @@ from fdc_jax.run.config import (
 )
 
 _PACKAGE = Path(__file__).parents[1]
+
+# Names in config.json that are no fields of the configuration: checksums of all classes by name,
+# and the number of classes of every task. Both include classes of planned tasks.
+CLASSES, PLANNED = "known classes", "classes of planned tasks"
 
 OF_A_HOST = marked(HOST)
 WITHOUT_EFFECT = marked(HOST, RESUME)
@@ -38,11 +46,55 @@ TASKS = marked(STREAM)
 Fields: TypeAlias = dict[str, Any]  # values by name, such as `train.rank`
 
 
+class Content(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={
+        "weights_sha256": "weights sha256",
+        "train_sha256": "training images sha256",
+        "test_sha256": "test images sha256",
+        "known_classes": CLASSES,
+        "planned": PLANNED,
+    },
+):
+    """The weights, images and classes of a run."""
+
+    weights_sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    train_sha256: Name = ""
+    test_sha256: Name = ""
+    known_classes: dict[Name, Name] = {}  # checksums
+    planned: Annotated[tuple[Positive, ...], Meta(min_length=1)]  # number of classes by task
+
+    def __post_init__(self) -> None:
+        if self.known_classes and len(self.known_classes) != sum(self.planned):
+            raise ValueError(f"{PLANNED}: expected {len(self.known_classes)} classes in all")
+
+
+class SavedConfig(NamedTuple):
+    """The content of `config.json`."""
+
+    config: Config
+    content: Content
+    options: Fields  # of a learner outside the package
+
+    @property
+    def fields(self) -> Fields:
+        """Values in the file, by name."""
+        return flatten(self.config) | self.options | msgspec.to_builtins(self.content)
+
+    @property
+    def known(self) -> Known:
+        """The classes that the run knows, and the sizes of its tasks."""
+        sizes = self.content.planned[: self.config.num_tasks or None]
+        return Known(self.content.known_classes, sizes)
+
+
 def named() -> dict[str, Path]:
     """Returns the files of configurations that come with the package, by name."""
     # In a clone they stand beside the package, elsewhere within it.
-    folders = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.py"))}
+    paths = itertools.chain(_PACKAGE.parent.glob("configs/*.py"), _PACKAGE.glob("configs/*.py"))
+    return {path.stem: path for path in sorted(paths)}
 
 
 def load(name: str) -> ml_collections.ConfigDict:
@@ -54,7 +106,8 @@ def load(name: str) -> ml_collections.ConfigDict:
         InputError: there is no such file, or it fails.
     """
     file, *word = name.split(":", 1)
-    known, stem = named(), file.removeprefix("configs/").removesuffix(".py")
+    known = named()
+    stem = file.removeprefix("configs/").removesuffix(".py")
     # A bare name is never a file of the current folder.
     path = Path(file) if file not in known and Path(file).is_file() else known.get(stem)
     if path is None:
@@ -122,12 +175,27 @@ def of_host(config: Config) -> Fields:
     return {name: value for name, value in flatten(config).items() if name in OF_A_HOST}
 
 
-def completed(saved: Fields) -> Fields:
-    """Returns the fields of a saved configuration, those that it lacks with their defaults.
+def replaced(config: Config, new: Fields) -> Config:
+    """Returns a configuration with other values of some fields; raises InputError."""
+    values = traverse_util.unflatten_dict(flatten(config) | new, sep=".")
+    return convert(values, type(config), "config.")
 
-    Fields that tell of a machine have their defaults, too: whoever wrote the folder may not choose
-    what this process reads elsewhere. Nothing is read or imported; a bad value is an InputError.
+
+def read(saved: Fields) -> SavedConfig:
+    """Returns the content of `config.json`; raises InputError."""
+    config, options = completed(saved)
+    return SavedConfig(config, convert(saved, Content), options)
+
+
+def completed(saved: Fields) -> tuple[Config, Fields]:
+    """Returns a saved configuration, and the options of a learner outside the package.
+
+    Fields that are missing have their defaults. So do fields that tell of a machine: whoever wrote
+    the folder may not choose what this process reads elsewhere. Nothing is read or imported; a bad
+    value is an InputError.
     """
+    if missing := {"benchmark", "learner.name"} - saved.keys():
+        raise InputError(f"expected a field {max(missing)}, found none")
     benchmark = sources.name_of(convert(saved["benchmark"], str, "config.benchmark"), "")
     kind = type_for(learners.Learner, benchmark)
     known = {name for name, _ in fields(kind)}
@@ -136,13 +204,12 @@ def completed(saved: Fields) -> Fields:
         for name, value in saved.items()
         if name in known - OF_A_HOST and value is not None
     }
-    config = convert(traverse_util.unflatten_dict(flat, sep="."), kind, "config.")
-    others = {  # options of a learner outside the package
+    options = {
         name: value
         for name, value in saved.items()
         if name.startswith("learner.") and name not in known and isinstance(value, learners.Value)
     }
-    return flatten(config) | others
+    return convert(traverse_util.unflatten_dict(flat, sep="."), kind, "config."), options
 
 
 def _class_names(order: Sequence[object]) -> list[str]:
@@ -173,5 +240,5 @@ def differences(saved: Mapping[str, object], new: Mapping[str, object]) -> dict[
         if field.endswith(" sha256")
         else f"{field} was {saved.get(field)!r}, is {value!r}"
         for field, value in sorted(new.items())
-        if field not in WITHOUT_EFFECT and saved.get(field) != value
+        if field not in WITHOUT_EFFECT | {CLASSES, PLANNED} and saved.get(field) != value
     }

@@ -27,11 +27,10 @@ from fdc_jax.run.setup import Setup
 _TIMED_SECONDS = 3.0  # duration of the timed training steps, which follow a step that compiles
 _FEW_IMAGES = 4  # images of a timed step on a CPU, whose speed depends little on their number
 # Parts of a run's time, under their names in `results.json`; those of calibrators are by name.
-_PARTS = (
-    *("training", "compile", "adapted_extraction", "pretrained_extraction"),
-    *("previous_extraction", "test_extraction", "fit", "score"),
-    *("extraction_compile", "fit_compile"),  # not in results of earlier versions
-)
+_PARTS = """
+training compile adapted_extraction pretrained_extraction previous_extraction test_extraction
+fit score extraction_compile fit_compile
+""".split()
 
 
 class Size(NamedTuple):
@@ -60,7 +59,8 @@ def task_sizes(config: Config) -> tuple[int, ...]:
 
 def size(config: Config) -> Size:
     """Returns the size of a run on a benchmark, from the table of benchmarks."""
-    benchmark, data = benchmarks.BENCHMARKS[config.benchmark], config.data
+    benchmark = benchmarks.BENCHMARKS[config.benchmark]
+    data = config.data
     learned = task_sizes(config)[: config.num_tasks or None]
     share = sum(learned) / benchmark.num_classes
 
@@ -111,7 +111,8 @@ def machine(configs: Mapping[Any, Config]) -> Machine:
         model = setups.build_model(config, mesh)
         learners[key] = setups.make_learner(config, model, task_sizes(config), mesh)
     (key, learner), *_ = learners.items()
-    rng, config = np.random.default_rng(0), configs[key]
+    config = configs[key]
+    rng = np.random.default_rng(0)
     backbone = jax.tree.map(
         lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)),
         vit.parameter_shapes(learner.setup.model, config.encoder.image_size),
@@ -172,7 +173,7 @@ def describe(setup: Setup, num_seeds: int) -> str:
     image = seconds_of_image(config, learner, setup.backbone)
     seconds = image * passes(configuration.flatten(config), size)
     gib = disk(config, size, state_bytes(learner), learner.setup.variant.width) / 2**30
-    more = f" for each of {num_seeds} seeds" * (num_seeds > 1)
+    more = f" for each of {num_seeds} seeds" if num_seeds > 1 else ""
     return f"needs      about {duration(seconds)} and {max(gib, 0.01):,.2f} GiB{more}"
 
 
@@ -180,7 +181,7 @@ def duration(seconds: float) -> str:
     """Returns a time as text in hours, minutes or seconds."""
     if seconds < 60:
         return f"{max(seconds, 1):.0f} s"
-    minutes, hours = seconds / 60, seconds / 3600
-    if hours < 1:
-        return f"{minutes:.1f} min"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    hours = seconds / 3600
     return f"{hours:.1f} h" if hours < 100 else f"{hours:,.0f} h"

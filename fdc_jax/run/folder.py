@@ -11,25 +11,25 @@ from typing import Any
 import msgspec
 import numpy as np
 from jaxtyping import Float
+from msgspec import structs
 
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import processes
-from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.files import (
     named_path,
-    read_json,
     read_npy,
+    read_object,
     write_atomically,
     write_json,
     write_npy,
 )
 from fdc_jax.run import configuration, records
 from fdc_jax.run import setup as setups
+from fdc_jax.run.configuration import SavedConfig
 from fdc_jax.run.loggers import Loggers
-from fdc_jax.run.records import CLASSES, PLANNED
 from fdc_jax.run.setup import Setup
 
 _log = logging.getLogger(__name__)
@@ -69,24 +69,17 @@ class RunFolder:
 
     # Reading --------------------------------------------------------------------------------------
 
-    def read_config(self) -> dict[str, Any]:
-        """Returns the content of `config.json`; raises InputError with a remedy if it is damaged.
-
-        Keys are fields of the configuration, see `configuration.completed`, and names with a space,
-        which have checksums and the known classes.
-        """
+    def read_config(self) -> SavedConfig:
+        """Returns the content of `config.json`; raises InputError with a remedy."""
         with records.remedied(self.config_file, "put it back, or choose another --workdir"):
-            saved = read_json(self.config_file)
-            convert(saved, records.SavedConfig)
-            extra = {name: value for name, value in saved.items() if " " in name}
-            return configuration.completed(saved) | extra
+            return configuration.read(read_object(self.config_file))
 
     def differing(self, fields: Mapping[str, Any]) -> str:
         """Returns the fields whose values differ in the run of the folder, as text, or "".
 
         Fields that divide classes into tasks may differ, as a run may grow by further tasks.
         """
-        saved = self.read_config() if self.config_file.exists() else fields
+        saved = self.read_config().fields if self.config_file.exists() else fields
         fixed = {name: value for name, value in fields.items() if name not in configuration.TASKS}
         return ", ".join(configuration.differences(saved, fixed).values())
 
@@ -144,28 +137,26 @@ class RunFolder:
 
     @processes.on_first
     def _write_config(self, setup: Setup, seed: int) -> None:
-        settings = configuration.flatten(setup.config) | {"seed": [seed]}
-        settings |= setups.checksums(setup, setup.tasks)
-        planned, task_count = list(setup.tasks.planned), setup.learner.task_count
-        content = settings | {CLASSES: setup.tasks.class_checksums, PLANNED: planned}
+        config = structs.replace(setup.config, seed=(seed,))
+        new = SavedConfig(config, setups.content(setup), {})
         if not self.config_file.exists():
             if self.results_file.exists() or self.checkpoints_folder.exists():
                 raise InputError(
                     f"{self.folder} has files of a run but no config.json; restore that file or "
                     "choose another --workdir"
                 )
-            write_json(self.config_file, content)
+            write_json(self.config_file, new.fields)
             return
         saved = self.read_config()
-        changes = configuration.differences(saved, settings)
-        grows = self._grows(saved, content, changes.keys(), len(setup.tasks.tasks))
+        changes = configuration.differences(saved.fields, new.fields)
+        grows = self._grows(saved, new, changes.keys(), len(setup.tasks.tasks))
         if refused := changes.keys() - (_GROWING if grows else set()):
             advice = ""
             if all(name.startswith(("fdc.", "calibrators")) for name in refused):
                 folder = self.features_folder
                 advice = f" (python -m fdc_jax posthoc {folder} fits calibrators again)"
             elif "classes_per_task" in refused:
-                sizes = ",".join(map(str, known_of(saved).sizes))
+                sizes = ",".join(map(str, saved.known.sizes))
                 advice = f" (classes_per_task={sizes},N learns N further classes)"
             raise InputError(
                 f"{self.folder} holds a run of another configuration: "
@@ -173,17 +164,19 @@ class RunFolder:
                 f"choose another --workdir or the old values{advice}"
             )
         if changes:
-            old_count = len(saved[PLANNED])
-            if old_count != len(planned) and task_count:
+            old_count = len(saved.content.planned)
+            count = len(new.content.planned)
+            task_count = setup.learner.task_count
+            if old_count != count and task_count:
                 _log.warning(
                     f"{self.folder}: the run was planned for {old_count} tasks and is now planned "
-                    f"for {len(planned)}; {task_count}: results differ from those of a run that "
-                    f"was planned for {len(planned)} from the start"
+                    f"for {count}; {task_count}: results differ from those of a run that was "
+                    f"planned for {count} from the start"
                 )
-            write_json(self.config_file, content)
+            write_json(self.config_file, new.fields)
 
     def _grows(
-        self, saved: dict[str, Any], new: dict[str, Any], changes: Set[str], num_tasks: int
+        self, saved: SavedConfig, new: SavedConfig, changes: Set[str], num_tasks: int
     ) -> bool:
         """Returns True if all classes and tasks that the run knows are there and unchanged.
 
@@ -191,17 +184,17 @@ class RunFolder:
             InputError: only the images have changed, and a class that the run knows is gone or has
                 other images.
         """
-        known = known_of(saved)
-        classes = new[CLASSES]
+        known = saved.known
+        classes = new.content.known_classes
         changed = [name for name in known.classes if known.classes[name] != classes.get(name)]
         if changed and changes <= _GROWING:
             present = "other images" if changed[0] in classes else "no such class"
             raise InputError(
-                f"{self.folder}: expected the class {changed[0]} of {new['benchmark']} as this run "
-                f"knows it, found {present}; a run learns a class once: restore its images, or "
+                f"{self.folder}: expected the class {changed[0]} of {new.config.benchmark} as this "
+                f"run knows it, found {present}; a run learns a class once: restore its images, or "
                 "learn all classes again with another --workdir"
             )
-        same = Known(classes, new[PLANNED]).tasks[: len(known.tasks)] == known.tasks
+        same = Known(classes, new.content.planned).tasks[: len(known.tasks)] == known.tasks
         return bool(known.classes) and not changed and same and num_tasks >= len(known.tasks)
 
     @processes.on_first
@@ -279,23 +272,19 @@ class RunFolder:
         write_json(self.results_file, results)
 
 
-def known_of(saved: dict[str, Any]) -> Known:
-    """Returns the known classes and sizes of tasks from the `config.json` of a run."""
-    planned = saved[PLANNED]
-    return Known(saved.get(CLASSES, {}), tuple(planned[: saved.get("num_tasks") or None]))
-
-
-def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) -> Known:
+def known_classes(folders: Sequence[Path], classes_per_task: int | tuple[int, ...]) -> Known:
     """Returns the known classes of the seed whose run knows most classes.
 
     The sizes of their tasks are empty if `classes_per_task` has changed.
     """
 
-    def read() -> dict[str, Any]:
+    def read() -> tuple[dict[str, str], tuple[int, ...]]:
         runs = [run.read_config() for run in map(RunFolder, folders) if run.config_file.exists()]
-        return max(runs, key=lambda saved: len(saved.get(CLASSES, {})), default={PLANNED: []})
+        if not runs:
+            return {}, ()
+        saved = max(runs, key=lambda saved: len(saved.content.known_classes))
+        unchanged = saved.config.classes_per_task == classes_per_task
+        return dict(saved.known.classes), saved.known.sizes if unchanged else ()
 
-    saved = processes.on_first(read)()
-    known = known_of(saved)
-    unchanged = saved.get("classes_per_task") == classes_per_task
-    return known if unchanged else known._replace(sizes=())
+    classes, sizes = processes.on_first(read)()
+    return Known(classes, tuple(sizes))

@@ -91,8 +91,8 @@ class Predictions:
             ids=tuple(name for name, _ in named_images),
             class_names=(),
             read=lambda index: _content(named_images[index][1]),
-            upright=run.config["benchmark"] not in BENCHMARKS,  # as the training images were
-            grey_bits=run.config["data.grey_bits"] or 16,
+            upright=run.config.benchmark not in BENCHMARKS,  # as the training images were
+            grey_bits=run.config.data.grey_bits or 16,
         )
         self.unreadable = self.images.unreadable
         self.calibrator: Any = run.calibrator(self.method)
@@ -104,7 +104,7 @@ class Predictions:
         # Small batches give an early estimate of the time left; powers of two compile few programs.
         last = len(named_images) - 1
         small = 1 << max(last // 32, min(last, 7)).bit_length()
-        self.batch_size = min(run.config["evaluation.batch_size"], small)
+        self.batch_size = min(run.config.evaluation.batch_size, small)
 
     def __len__(self) -> int:
         """Returns the number of batches."""
@@ -112,10 +112,16 @@ class Predictions:
 
     def __iter__(self) -> Iterator[tuple[pd.DataFrame, UInt8[np.ndarray, "n s s 3"]]]:
         config, indices = self.run.config, np.arange(len(self.images))
-        sizes = {"image_size": config["encoder.image_size"], "workers": config["data.workers"]}
         self.unreadable.clear()
         self.images.skipped.paths.clear()
-        batches = EvaluationBatches(self.images, indices, None, self.batch_size, **sizes)
+        batches = EvaluationBatches(
+            self.images,
+            indices,
+            None,
+            self.batch_size,
+            image_size=config.encoder.image_size,
+            workers=config.data.workers,
+        )
         ahead, behind = itertools.tee(batches)
         encoders, tasks = self.run.encoders, (self.num_tasks, 0)[: len(self.calibrator.widths)]
         replaced = [self.run.encoder(t) for t in tasks]

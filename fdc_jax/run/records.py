@@ -21,38 +21,6 @@ Kind = TypeVar("Kind")
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Measured = Annotated[float, Meta(ge=0, le=1e15)]  # seconds and the like
 Packed = Annotated[str, Meta(pattern="^[A-Za-z0-9+/=]*$")]  # of `evaluation.pack`, of any length
-Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-
-# Names in config.json that are no fields of the configuration: checksums of all classes by name,
-# and the number of classes of every task. Both include classes of planned tasks.
-CLASSES, PLANNED = "known classes", "classes of planned tasks"
-
-
-class SavedConfig(
-    msgspec.Struct,
-    kw_only=True,
-    rename={
-        "learner": "learner.name",
-        "weights_sha256": "weights sha256",
-        "train_sha256": "training images sha256",
-        "test_sha256": "test images sha256",
-        "known_classes": CLASSES,
-        "planned": PLANNED,
-    },
-):
-    """The fields of `config.json` that every run has beside those of its configuration."""
-
-    benchmark: Name
-    learner: Name
-    weights_sha256: Checksum
-    train_sha256: Name = ""
-    test_sha256: Name = ""
-    known_classes: dict[Name, Name] = {}  # checksums
-    planned: Annotated[list[Positive], Meta(min_length=1)]  # number of classes by task
-
-    def __post_init__(self) -> None:
-        if self.known_classes and len(self.known_classes) != sum(self.planned):
-            raise ValueError(f"{PLANNED}: expected {len(self.known_classes)} classes in all")
 
 
 class TaskTiming(msgspec.Struct, kw_only=True):

@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from msgspec import structs
 
 from fdc_jax.machine import devices
+from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.versions import versions
 from fdc_jax.run import configuration, records
 from fdc_jax.run import setup as setups
@@ -19,8 +22,13 @@ def collect(
     """Returns the content of `results.json`, from calibrators of all tasks and their records."""
     config, tasks, last = setup.config, setup.tasks, evaluations[-1]
     complete = len(evaluations) == len(tasks.tasks)
-    selected = setup.learner.selected
+    means: dict[str, float | None] = {}
+    for name in last.accuracy:
+        if name != "oracle":
+            accuracies = [record.accuracy[name] for record in evaluations]
+            means[name] = float(np.mean(accuracies)) if complete else None
     storage = {name: calibrator.storage_bytes for name, calibrator in calibrators.items()}
+    selected = setup.learner.selected
     if selected not in last.components:  # Without the pretrained view, the other is all.
         selected = selected.removesuffix("_adapted_view")
     return Results(
@@ -36,13 +44,7 @@ def collect(
         num_test_images=len(tasks.test_indices),
         accuracy=last.accuracy,
         routing_accuracy=last.routing_accuracy,
-        average_incremental_accuracy={
-            name: float(np.mean([record.accuracy[name] for record in evaluations]))
-            if complete
-            else None
-            for name in last.accuracy
-            if name != "oracle"
-        },
+        average_incremental_accuracy=means,
         components=last.components,
         selected=records.Selected(
             components=selected,
@@ -52,10 +54,7 @@ def collect(
         calibration_error=last.calibration_error,
         chance_calibration_error=last.chance_calibration_error,
         unlike_learned=last.unlike_learned,
-        curve=[
-            Point(**{name: getattr(record, name) for name in Point.__struct_fields__})
-            for record in evaluations
-        ],
+        curve=[convert(structs.asdict(record), Point) for record in evaluations],
         fdc_storage_bytes=storage.get("fdc"),
         storage_bytes=storage,
         notes={name: c.note for name, c in calibrators.items() if c.note},
@@ -87,24 +86,22 @@ def _peak_memory(per_task: Sequence[records.Memory]) -> dict[str, int | None]:
     first = per_task[0]
     if first.training is None:
         return {"training": None} | dict.fromkeys(first.fit)
-    known = [memory for memory in per_task if memory.training is not None]
-    extraction = sum(memory.extraction or 0 for memory in known)
-    added: dict[str, int | None] = {
-        name: extraction + sum(memory.fit[name] or 0 for memory in known) for name in first.fit
-    }
-    return {"training": first.training} | added
+    bytes_by_name = {"training": first.training} | dict.fromkeys(first.fit, 0)
+    for memory in per_task:
+        if memory.training is not None:
+            for name, added in memory.fit.items():
+                bytes_by_name[name] += (memory.extraction or 0) + (added or 0)
+    return bytes_by_name
 
 
 def _timing(per_task: Sequence[TaskTiming]) -> Timing:
     """Returns sums over tasks, those of calibrators by name, and images per second."""
-    total = Timing()
-    for name in TaskTiming.__struct_fields__:
-        values = [getattr(timing, name) for timing in per_task]
-        if isinstance(values[0], dict):
-            value = {key: sum(of[key] for of in values) for key in values[0]}
-        else:
-            value = sum(filter(None, values))
-        setattr(total, name, value)
+    sums = jax.tree.map(
+        lambda *values: sum(filter(None, values)),
+        *map(structs.asdict, per_task),
+        is_leaf=lambda leaf: leaf is None,
+    )
+    total = Timing(**sums)
     if total.training_seconds:
         total.training_images_per_second = (total.training_images or 0) / total.training_seconds
         total.input_wait_fraction = (total.input_wait_seconds or 0) / total.training_seconds

@@ -32,7 +32,7 @@ from fdc_jax.model.weights import by_checksum as weights_by_checksum
 from fdc_jax.run import configuration, records, resume
 from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
-from fdc_jax.run.folder import RunFolder, known_of
+from fdc_jax.run.folder import RunFolder
 from fdc_jax.run.resume import ResumePoint
 from fdc_jax.run.setup import Encoders
 
@@ -54,7 +54,7 @@ class Run(RunFolder):
             caller's own configuration.
 
     Attributes:
-        config: values of the configuration by field, such as `train.rank`.
+        config: settings, such as `config.train.rank`.
         results: the content of `results.json`, None before the run is finished.
         exported: True for an export.
 
@@ -81,22 +81,16 @@ class Run(RunFolder):
             raise InputError(
                 f"{self.folder}: expected the work directory of a run, found no config.json{hint}"
             )
-        saved = self.read_config()
-        # Names with a space are checksums and classes, not fields.
-        self.config: dict[str, Any] = {
-            name: value for name, value in saved.items() if " " not in name
-        }
-        self._weights_sha256 = saved["weights sha256"]
-        self._planned = saved[records.PLANNED]
-        self._known = known_of(saved)
+        self._saved = self.read_config()
+        self._planned = self._saved.content.planned
         self._host = dict(host or {})
         if data_dir is not None:
-            self._host |= sources.fields_of(self.config["benchmark"], data_dir)
+            self._host |= sources.fields_of(self._saved.config.benchmark, data_dir)
         if self.exported:
             self._host["encoder.weights"] = str(self.weights_file)
         if weights is not None:
             self._host["encoder.weights"] = weights
-        self.config |= self._host
+        self.config = configuration.replaced(self._saved.config, self._host)
         self._learner = learner
         self.results = self.read_results()
 
@@ -104,21 +98,21 @@ class Run(RunFolder):
     @jax.enable_x64(False)
     def encoders(self) -> Encoders:
         """Network, learner and pretrained weights, from which all encoders follow."""
-        config = self._configuration()
+        config, checksum = self._configuration(), self._saved.content.weights_sha256
         if "encoder.weights" not in self._host:
             cache, variant = setups.cache_folder(config), config.encoder.variant
-            file = weights_by_checksum(self._weights_sha256, variant, cache)
+            file = weights_by_checksum(checksum, variant, cache)
             config = configuration.changed(config, encoder={"weights": file})
         if not config.encoder.weights:
             raise InputError(
-                f"{self.folder}: needs the weights of its encoder, sha256 {self._weights_sha256}; "
-                "name their file: --weights=FILE, or open_run(weights=...)"
+                f"{self.folder}: needs the weights of its encoder, sha256 {checksum}; name their "
+                "file: --weights=FILE, or open_run(weights=...)"
             )
         built = setups.build_encoders(config, self._planned)
-        if self._weights_sha256 != built.pretrained.sha256:
+        if checksum != built.pretrained.sha256:
             raise InputError(
                 f"{built.pretrained.path}: expected the weights of {self.folder}, sha256 "
-                f"{self._weights_sha256}, found {built.pretrained.sha256}"
+                f"{checksum}, found {built.pretrained.sha256}"
             )
         return built
 
@@ -131,32 +125,34 @@ class Run(RunFolder):
                 f"{self.folder}: needs the images of {config.benchmark}; name their folder: "
                 "--data=FOLDER, or open_run(data_dir=...)"
             )
-        return setups.open_images(config, self._known)
+        return setups.open_images(config, self._saved.known)
 
     def _configuration(self) -> Config:
         """Returns the configuration; InputError if its learner must be named."""
-        name = self.config["learner.name"]
+        name = self.config.learner.name
         if name not in (*learners.names(), self._learner):
             raise InputError(
                 f"{self.config_file}: its learner {name} is not part of the package; to run its "
                 f"code, name it: --learner={name}, or open_run(learner=...)"
             )
+        fields = configuration.flatten(self.config) | self._saved.options
         with records.remedied(self.config_file, "put it back"):
-            return configuration.of_fields(self.config)
+            return configuration.of_fields(fields)
 
     @property
     def num_tasks(self) -> int:
         """Number of tasks of the stream."""
         if self.results:
             return self.results.num_tasks
-        return self.config["num_tasks"] or len(self._planned)
+        return self.config.num_tasks or len(self._planned)
 
     @property
     def class_names(self) -> list[str]:
         """Names of the classes by class-order position."""
         if self.results and self.results.class_names is not None:
             return self.results.class_names
-        return list(self._known.classes)[: sum(self._known.sizes)]
+        known = self._saved.known
+        return list(known.classes)[: sum(known.sizes)]
 
     @functools.cached_property
     @jax.enable_x64(False)
@@ -168,7 +164,7 @@ class Run(RunFolder):
             )
         encoders, folder = self.encoders, self.checkpoints_folder
         checkpoints = Checkpoints(folder, read_only=True)
-        point = resume.newest(encoders, self.config["seed"][0], checkpoints)
+        point = resume.newest(encoders, self.config.seed[0], checkpoints)
         if point is None:
             raise InputError(f"{folder}: expected a checkpoint of the run, found none")
         return point
@@ -332,7 +328,7 @@ class Run(RunFolder):
     @jax.enable_x64(False)
     def features(self, images: UInt8[np.ndarray, "n s s 3"], t: int) -> Float[np.ndarray, "n d"]:
         """Returns the features by E_t of preprocessed images, see `test_images`."""
-        parts = np.split(images, range(0, len(images), self.config["evaluation.batch_size"])[1:])
+        parts = np.split(images, range(0, len(images), self.config.evaluation.batch_size)[1:])
         batches = [
             Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))
             for part in parts
@@ -346,10 +342,10 @@ class Run(RunFolder):
         if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
             raise InputError(
                 f"{self.predictions_file}: expected labels of the test images of "
-                f"{self.config['benchmark']}, found other labels"
+                f"{self.config.benchmark}, found other labels"
             )
         indices = tasks.test_indices[np.asarray(rows)]
-        return evaluation_images(tasks.test, indices, self.config["encoder.image_size"])
+        return evaluation_images(tasks.test, indices, self.config.encoder.image_size)
 
 
 # The public name.

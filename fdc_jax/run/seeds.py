@@ -91,9 +91,8 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
 def _set_up(config: Config, workdir: str, quiet: bool) -> tuple[Setup, dict[int, Path]]:
     """Returns the set-up of a configuration and the folder of each seed, after all checks."""
     folders = folders_of(config, workdir)
-    sizes = configuration.flatten(config)["classes_per_task"]
     _check_workdir(named_path("--workdir", workdir), len(folders) > 1)
-    known = known_classes(list(folders.values()), sizes)
+    known = known_classes(list(folders.values()), config.classes_per_task)
     return processes.together(lambda: setups.build(config, quiet, known)), folders
 
 
@@ -167,11 +166,12 @@ def _answer_untrained(
 def describe(setup: Setup) -> str:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
     config, tasks, pretrained = setup.config, setup.tasks, setup.pretrained
-    *first, last = map(str, tasks.classes_per_task)
-    sizes = ", ".join([*first, last])
-    if len({*first}) < 2:
-        sizes = last if {*first} <= {last} else f"{first[0]} (last {last})"
-    train, trained = sum(map(len, tasks.train_indices)), setups.trained_parameters(setup)
+    first, last = tasks.classes_per_task[0], tasks.classes_per_task[-1]
+    sizes = ", ".join(map(str, tasks.classes_per_task))
+    if all(size == first for size in tasks.classes_per_task[:-1]):
+        sizes = f"{first} (last {last})" if first != last else f"{first}"
+    train = sum(map(len, tasks.train_indices))
+    trained = setups.trained_parameters(setup)
     skipped = tasks.train.skipped.text()
     return (
         f"device     {devices.describe()}, precision {config.precision}\n"

@@ -20,11 +20,13 @@ from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor, FeatureCache
 from fdc_jax.learners import Learner, training
 from fdc_jax.machine import devices, processes
+from fdc_jax.machine.conversion import convert
 from fdc_jax.machine.devices import Mesh
 from fdc_jax.machine.files import check_writable_folder, named_path, private_folder, user_cache
 from fdc_jax.model import vit, weights
 from fdc_jax.run import configuration
 from fdc_jax.run.config import Config
+from fdc_jax.run.configuration import CLASSES, PLANNED, Content
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,10 +226,9 @@ def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
     encoder_fields = {name for name in fields if name.startswith("encoder.")} - {"encoder.weights"}
     settings = {name: fields[name] for name in (*run_fields, *encoder_fields)}
     settings["encoder.attention"] = encoders.learner.setup.model.attention
-    computed = {"devices": devices.describe(), "jax": jax.__version__}
-    described = {"architecture": architecture(encoders)}
-    depend_on = checksums(encoders, tasks) | settings | computed | described
-    return FeatureCache(encoders.cache / "features", depend_on)
+    settings |= {"devices": devices.describe(), "jax": jax.__version__}
+    settings["architecture"] = architecture(encoders)
+    return FeatureCache(encoders.cache / "features", checksums(encoders, tasks) | settings)
 
 
 def _check_sizes(config: Config, variant: vit.Variant, tasks: TaskStream | None = None) -> None:
@@ -263,6 +264,12 @@ def checksums(encoders: Encoders, tasks: TaskStream) -> dict[str, str]:
         "training images sha256": tasks.train.checksum,
         "test images sha256": tasks.test.checksum,
     }
+
+
+def content(setup: Setup) -> Content:
+    """Returns the weights, images and classes of a set-up."""
+    classes = {CLASSES: setup.tasks.class_checksums, PLANNED: setup.tasks.planned}
+    return convert(checksums(setup, setup.tasks) | classes, Content)
 
 
 def trained_parameters(encoders: Encoders) -> int:

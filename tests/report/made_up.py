@@ -12,7 +12,7 @@ from fdc_jax.machine.conversion import convert
 from fdc_jax.report import paper, runs
 from fdc_jax.report.runs import Group
 from fdc_jax.run import records
-from fdc_jax.run.records import PLANNED
+from fdc_jax.run.configuration import PLANNED
 
 # What a run by the paper's protocol has in its configuration.
 PROTOCOL = {

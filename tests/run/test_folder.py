@@ -10,8 +10,8 @@ import pytest
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_json, write_json
+from fdc_jax.run.configuration import CLASSES, PLANNED
 from fdc_jax.run.folder import known_classes
-from fdc_jax.run.records import CLASSES, PLANNED
 from tests import small_runs
 from tests.small_runs import config, contents, results
 from tests.small_runs import run as go

@@ -15,6 +15,7 @@ from fdc_jax import export
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import sha256, write_manifest
+from fdc_jax.run import configuration
 from tests import small_runs
 from tests.small_runs import contents, results
 
@@ -22,7 +23,7 @@ from tests.small_runs import contents, results
 def test_a_finished_run_is_opened_without_a_change(whole, cache):
     before = contents(whole)
     run = fdc_jax.open_run(whole)
-    assert (run.num_tasks, run.config["train.rank"]) == (2, 10)
+    assert (run.num_tasks, run.config.train.rank) == (2, 10)
     assert json.loads(msgspec.json.encode(run.results)) == results(whole)
     assert sorted(run.class_names) == [str(digit) for digit in range(10)]
     rows = np.array([3, 0, 58])
@@ -116,7 +117,8 @@ def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_pat
     earlier = {name: value for name, value in saved.items() if name not in later}
     (copy / "config.json").write_text(json.dumps(earlier | {"train.gone": 1, "num_tasks": None}))
     run = fdc_jax.open_run(copy)
-    assert {name: run.config[name] for name in later} == {name: saved[name] for name in later}
+    fields = configuration.flatten(run.config)
+    assert {name: fields[name] for name in later} == {name: saved[name] for name in later}
     images = run.test_images(np.arange(3))
     expected = fdc_jax.open_run(whole).features(images, 2)
     np.testing.assert_array_equal(run.features(images, 2), expected)
@@ -229,12 +231,8 @@ def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path
     assert printed.splitlines()[-1] == "[0, 0, 0, 2]"  # The images of latency are to be named.
     assert (own / "cache").stat().st_mode & 0o777 == 0o700
     assert "needs the images of" in (own / "report" / "report.html").read_text()
-    run = fdc_jax.open_run(folder)
-    assert {name: run.config[name] for name in ("cache_dir", "data.source", "data.workers")} == {
-        "cache_dir": "",
-        "data.source": "",
-        "data.workers": 0,
-    }
+    actual = fdc_jax.open_run(folder).config
+    assert (actual.cache_dir, actual.data.source, actual.data.workers) == ("", "", 0)
 
 
 def test_code_of_a_learner_outside_the_package_runs_where_the_caller_names_it(whole, tmp_path):
