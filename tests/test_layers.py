@@ -28,7 +28,7 @@ LIMITS = {
     "package": 17_580,
     "posthoc": 3_660,
     "report": 19_940,
-    "run": 20_930,
+    "run": 20_990,
 }
 
 
