@@ -63,7 +63,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory, cache):
+def finished_run(tmp_path_factory, cache):
     """The work directory of a small run that nobody stopped; tests change copies of it."""
     from tests import small_runs
 
@@ -73,7 +73,7 @@ def whole(tmp_path_factory, cache):
 
 
 @pytest.fixture(scope="session")
-def half(tmp_path_factory, cache):
+def stopped_run(tmp_path_factory, cache):
     """The same run, stopped after its first task."""
     from tests import small_runs
 
@@ -96,8 +96,8 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
     def end_headers(self):
         self.server.requests.append(self.command)
-        for each in self.server.hashes:
-            self.send_header("x-goog-hash", each)
+        for value in self.server.hashes:
+            self.send_header("x-goog-hash", value)
         super().end_headers()
 
     def log_message(self, *arguments):

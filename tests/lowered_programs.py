@@ -46,13 +46,13 @@ def float32_products(lowered: str) -> list[Product]:
     """Returns the products in lowered text for which an operand is float32, or becomes it."""
     known = dict(re.findall(r'^(#loc\d+) = loc\("(.*?)"', lowered, re.MULTILINE))
     pattern = r"stablehlo\.(?:dot_general|convolution).* : \((.*)\) -> .* loc\((#loc\d*)\)"
-    found = []
-    for types, place in re.findall(pattern, lowered):
+    products = []
+    for types, location in re.findall(pattern, lowered):
         operands = re.findall(r"tensor<((?:\d+x)*)(\w+)>", types)
         if any(dtype == "f32" for _, dtype in operands):
-            shapes = [[int(each) for each in shape.split("x") if each] for shape, _ in operands]
-            found.append(Product(shapes, known.get(place, "")))
-    return found
+            shapes = [[int(size) for size in shape.split("x") if size] for shape, _ in operands]
+            products.append(Product(shapes, known.get(location, "")))
+    return products
 
 
 def check_products(text: str, where: str) -> None:
@@ -65,7 +65,7 @@ def check_products(text: str, where: str) -> None:
     products = float32_products(text)
     assert products or where.startswith("extraction"), where  # Heads and losses have some.
     for product in products:
-        dimensions = {each for shape in product.shapes for each in shape}
+        dimensions = {size for shape in product.shapes for size in shape}
         scores = "bqhd,bkhd->bhqk" in product.name and "transpose(jvp" in product.name
         if dimensions & ACTIVATIONS and not scores:
             assert "Transformer" not in product.name, (where, product)

@@ -32,10 +32,10 @@ FIELDS = {
 
 def config(cache, **fields):
     """Returns the settings with a cache folder; others of their fields with `__` for the dot."""
-    found = digits.get_config()
+    settings = digits.get_config()
     named = {name.replace("__", "."): value for name, value in fields.items()}
-    found.update_from_flattened_dict(FIELDS | {"cache_dir": str(cache)} | named)
-    return configuration.typed(found)
+    settings.update_from_flattened_dict(FIELDS | {"cache_dir": str(cache)} | named)
+    return configuration.typed(settings)
 
 
 def run(config, workdir):
@@ -81,10 +81,10 @@ def stopped(config, workdir, looks):
 # Processes ----------------------------------------------------------------------------------------
 
 
-def python(*words, expected=0, cwd=REPOSITORY, env=None):
+def python(*arguments, expected=0, cwd=REPOSITORY, env=None):
     """Runs Python with these words to its end, and returns its output, or its errors if any."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    command = [sys.executable, *map(str, words)]
+    command = [sys.executable, *map(str, arguments)]
     output, errors = finish(subprocess.Popen(command, cwd=cwd, env=env, **pipes), expected)
     return errors if expected else output
 
@@ -105,9 +105,9 @@ def start(workdir, *options, cache, devices=1, before=(), cwd=None):
     given |= {f"--config.{name}": value for name, value in FIELDS.items()}
     given |= {"--workdir": workdir} if workdir else {}
     given |= {name: value for name, _, value in (word.partition("=") for word in options)}
-    words = [f"{name}={value}" if value != "" else name for name, value in given.items()]
+    options_given = [f"{name}={value}" if value != "" else name for name, value in given.items()]
     return subprocess.Popen(
-        [*before, *program, *words],
+        [*before, *program, *options_given],
         cwd=cwd,
         env=with_devices(devices) | {"FDC_JAX_CACHE": str(cache)},
         stdout=subprocess.PIPE,
@@ -150,8 +150,8 @@ def events(workdir, kind):
     """Returns the events of a kind that were written so far."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [each for each in found if kind in ("", each["event"])]
+    parsed = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event for event in parsed if kind in ("", event["event"])]
 
 
 def contents(workdir):
@@ -173,20 +173,20 @@ def same_outcome(one, other, without=()):
 
     Fields that have no effect, and those in `without`, may differ.
     """
-    ours, theirs = results(one), results(other)
-    for each in (ours, theirs):
+    first, second = results(one), results(other)
+    for record in (first, second):
         for field in (*configuration.WITHOUT_EFFECT, *without):
-            each["config"].pop(field, None)
-        del each["versions"]["commit"], each["timing"]
-    assert ours == theirs
+            record["config"].pop(field, None)
+        del record["versions"]["commit"], record["timing"]
+    assert first == second
     assert_equal(predictions(one), predictions(other))
 
 
-def assert_equal(found, expected):
+def assert_equal(actual, expected):
     """Asserts that two dictionaries hold the same arrays."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
 def nothing_done_twice(workdir):

@@ -202,10 +202,10 @@ def test_the_estimator_refuses_masked_values():
         ContinualClassifier().fit(features, labels).predict(masked(features))
 
 
-def test_runs_name_wrong_tasks_and_images(whole):
-    run = fdc_jax.open_run(Path(whole))
+def test_runs_name_wrong_tasks_and_images(finished_run):
+    run = fdc_jax.open_run(Path(finished_run))
     for task in (1.5, "1", None, -1, True, [1], 99):
-        with pytest.raises(InputError, match=f"^{whole}: "):
+        with pytest.raises(InputError, match=f"^{finished_run}: "):
             run.encoder(task)
     image = np.zeros((8, 8), np.uint8)
     for images in (masked(image), image.view(np.matrix), None, 3, b"x", [None], "a\0b", [0.5]):

@@ -31,9 +31,9 @@ def test_the_calibration_benchmark_writes_times_and_sizes(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["", *SIZES, f"--output={output}"])
     assert measure.run(calibration.PROGRAM, calibration.main) == 0
     assert capsys.readouterr().out.count(": fit ") == 2
-    found = json.loads(output.read_text())
-    assert {"fdc_jax", "jax", "commit"} <= found["versions"].keys()
-    for result, tasks in zip(found["results"], (2, 3), strict=True):
+    record = json.loads(output.read_text())
+    assert {"fdc_jax", "jax", "commit"} <= record["versions"].keys()
+    for result, tasks in zip(record["results"], (2, 3), strict=True):
         assert (result["tasks"], result["images"], result["views"]) == (tasks, 330, 2)
         point = calibration.Point(tasks, 330, 22, 16, 2)
         scalars = sum(2 * task * point.of_task(task)[0] for task in range(tasks))
@@ -82,7 +82,7 @@ def test_a_number_is_right_within_its_tolerance(factor):
         assert record["error"] == pytest.approx(1e-3)
 
 
-def test_numbers_of_another_shape_and_missing_numbers_are_wrong():
+def test_missing_or_misshapen_numbers_are_wrong():
     number = golden.Number("x", np.ones(2), 1e-3)
     assert golden.compare(number, {"x": [1.0, 1.0]})["right"]
     assert not golden.compare(number, {"x": [1.0]})["right"]
@@ -106,18 +106,18 @@ def test_a_broken_number_gives_code_1_and_its_error(tmp_path, accelerated, monke
     assert code == 1
     assert "features: WRONG: two blocks of ViT-B/16, parity, xla: error 0.0" in printed
     assert "tolerance 0.0001" in printed and printed.count("WRONG") == 1
-    wrong = [each["check"] for each in records["features"]["checks"] if not each["right"]]
+    wrong = [row["check"] for row in records["features"]["checks"] if not row["right"]]
     assert wrong == ["two blocks of ViT-B/16, parity, xla"]
     assert len(records["features"]["checks"]) == 4
 
 
 @pytest.mark.ci
-def test_a_processor_computes_the_committed_gradients_of_all_learners(accelerated):
+def test_gradients_of_all_learners_equal_the_committed_ones(accelerated):
     code, records, _, _ = accelerated("--minutes=60", "--parts=gradients")
     record = records["gradients"]
     assert (code, record["status"]) == (0, "done") and len(record["checks"]) > 100
     made = json.loads(accelerator.GOLDEN.read_text()).keys()
-    checked = {each["check"] for each in record["checks"]}
+    checked = {row["check"] for row in record["checks"]}
     assert {name for name in made if ": " in name} == checked
 
 
@@ -184,7 +184,7 @@ def test_operations_of_a_forward_pass_and_of_a_training_step(rank):
 
     if rank:
         increment = increments.initialise(jax.random.key(0), SMALL, rank)
-        function = jax.grad(lambda *each: forward(*each).sum())
+        function = jax.grad(lambda *values: forward(*values).sum())
         expected = flops.training_step(SMALL, 64, rank, 4)
     else:
         increment, function, expected = None, forward, 4 * flops.forward(SMALL, 64)

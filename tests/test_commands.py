@@ -28,9 +28,9 @@ PACKAGE = REPOSITORY / "fdc_jax"
 def test_a_name_runs_its_module(tmp_path):
     def said(*program):
         path = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
-        words = [sys.executable, *program]
+        command = [sys.executable, *program]
         given = {"cwd": tmp_path, "env": os.environ | path, "text": True}
-        return subprocess.run(words, check=True, capture_output=True, **given).stdout
+        return subprocess.run(command, check=True, capture_output=True, **given).stdout
 
     # As the file that pip makes of an entry point.
     (tmp_path / "fdc").write_text("from fdc_jax.__main__ import main\nmain()\n")
@@ -59,7 +59,7 @@ def test_a_module_that_is_run_names_its_command(name):
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
     ],
 )
-def test_what_the_system_refuses_is_one_line(error, code, text, capsys):
+def test_errors_of_the_system_are_one_line(error, code, text, capsys):
     def body(options):
         raise error
 
@@ -81,7 +81,7 @@ _GONE = "mkdir gone; cd gone; rmdir ../gone; "
         (_GONE + "{} paper --benchmarks=digits --dry_run", "No such file or directory"),
     ],
 )
-def test_a_deleted_folder_or_a_closed_output_is_no_traceback(shell, text, tmp_path):
+def test_deleted_folder_or_closed_output_is_one_line(shell, text, tmp_path):
     command = shell.format(f"{sys.executable} -m fdc_jax")
     environment = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
     options = {"shell": True, "cwd": tmp_path, "env": environment, "text": True}
@@ -124,8 +124,8 @@ load(sys.argv[1])()
 
 
 def assert_ends_at_once(script, name, number):
-    words = [sys.executable, "-c", script.format(module="numpy", number=int(number)), name]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    command = [sys.executable, "-c", script.format(module="numpy", number=int(number)), name]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     resumes = name in ("run", "paper")
     code = 75 if resumes else 128 + number
     text = f"stopped by {number.name}{'; the same command resumes' if resumes else ''}"
@@ -159,9 +159,9 @@ with stop_on_signals() as stop:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_a_request_and_the_second_ends(number):
-    words = [sys.executable, "-c", LOOPS]
+    command = [sys.executable, "-c", LOOPS]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(words, cwd=REPOSITORY, **pipes) as process:
+    with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as process:
         assert process.stdout.readline() == "loops\n"
         process.send_signal(number)
         assert process.stdout.readline() == "stops\n"
@@ -187,13 +187,13 @@ def test_signal_handlers_are_restored_after_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("ending", "code", "said"),
+    ("ending", "code", "message"),
     [
         (">/dev/full", 2, "fdc_jax.posthoc: [Errno 28] No space left on device"),
         ("| exec sleep 0", 141, ""),
     ],
 )
-def test_a_standard_output_that_takes_nothing(ending, code, said, tmp_path):
+def test_closed_or_full_standard_output_is_one_line(ending, code, message, tmp_path):
     """Help longer than a pipe holds, so that it is noticed while it is written."""
     script = (
         "import sys; from fdc_jax.errors import Program\n"
@@ -203,7 +203,7 @@ def test_a_standard_output_that_takes_nothing(ending, code, said, tmp_path):
     done = subprocess.run(
         ["bash", "-c", line, "-", script], cwd=REPOSITORY, capture_output=True, text=True
     )
-    assert (done.returncode, done.stderr.strip()) == (code, said)
+    assert (done.returncode, done.stderr.strip()) == (code, message)
 
 
 def test_a_flag_given_twice_is_refused(capsys):
@@ -226,28 +226,28 @@ def test_the_help_of_every_command_has_an_example(capsys):
     assert "example: python -m fdc_jax run --config=" in command.usage()
 
 
-def test_what_is_no_name(monkeypatch, capsys):
+def test_wrong_names_of_commands_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setenv("PYTHONSAFEPATH", "")  # restored after the test
 
-    def said(*words):
-        monkeypatch.setattr(sys, "argv", ["fdc", *words])
+    def message(*command):
+        monkeypatch.setattr(sys, "argv", ["fdc", *command])
         programs.main()
         return capsys.readouterr().out
 
-    assert said() == said("--help")
-    assert re.findall(r"^  (\w+) ", said("-h"), re.MULTILINE) == list(programs.PROGRAMS)
-    assert said("--version") == f"{fdc_jax.__version__}\n"
+    assert message() == message("--help")
+    assert re.findall(r"^  (\w+) ", message("-h"), re.MULTILINE) == list(programs.PROGRAMS)
+    assert message("--version") == f"{fdc_jax.__version__}\n"
     with pytest.raises(SystemExit, match="2"):
-        said("posthic")
+        message("posthic")
     assert "found 'posthic'; did you mean posthoc?" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        said("x\x1b" * 2500)
+        message("x\x1b" * 2500)
     assert len(capsys.readouterr().err) < 500
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("posthoc", "{}.npz"),
         ("posthoc", "example", "--method={}"),
@@ -261,31 +261,33 @@ def test_what_is_no_name(monkeypatch, capsys):
     ],
     ids=" ".join,
 )
-def test_long_values_are_cut_in_errors(words, tmp_path):
+def test_long_values_are_cut_in_errors(arguments, tmp_path):
     script = "from fdc_jax.__main__ import main; main()"
-    words = [word.format("x" * 5000) for word in words]
-    command = [sys.executable, "-c", script, *words]
+    arguments = [word.format("x" * 5000) for word in arguments]
+    command = [sys.executable, "-c", script, *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith(f"fdc_jax.{words[0]}: ") and len(line) < 1500
+    assert (
+        done.returncode == 2 and line.startswith(f"fdc_jax.{arguments[0]}: ") and len(line) < 1500
+    )
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [("posthoc", "example"), pytest.param(("run", "--config=digits"), marks=pytest.mark.slow)],
 )
-def test_a_device_that_is_not_there_is_one_line(words, tmp_path):
+def test_missing_device_is_one_line(arguments, tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, "-m", "fdc_jax", *words],
+        [sys.executable, "-m", "fdc_jax", *arguments],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2
-    line = f"fdc_jax.{words[0]}: JAX_PLATFORMS=cuda: JAX finds no such device here"
+    line = f"fdc_jax.{arguments[0]}: JAX_PLATFORMS=cuda: JAX finds no such device here"
     assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr
 
 
@@ -325,9 +327,9 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
     subprocess.run([*pip, wheel], check=True)
     paths = {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
 
-    def fdc(*words):
+    def fdc(*arguments):
         done = subprocess.run(
-            [site / "bin" / "fdc", *words],
+            [site / "bin" / "fdc", *arguments],
             cwd=tmp_path,
             env=os.environ | paths,
             capture_output=True,
@@ -341,8 +343,8 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
     fields = small_runs.FIELDS | {"report": True}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     fdc("run", "--config", "digits", *flags, "--quiet")
-    found = small_runs.results(tmp_path / "runs" / "digits")
-    assert found["versions"]["commit"] is None
+    record = small_runs.results(tmp_path / "runs" / "digits")
+    assert record["versions"]["commit"] is None
     assert (tmp_path / "runs" / "digits" / "report" / "report.html").exists()
     for features in ("runs/digits/features", "example"):
         fdc("posthoc", features, "--output=again.npz", "--quiet")

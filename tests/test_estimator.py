@@ -109,13 +109,13 @@ def together(tasks):
 def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, calibrator):
     adapted, pretrained, labels, of_task = together(tasks)
     X, turned = np.hstack([adapted, pretrained]), np.hstack([pretrained, adapted])
-    whole = FDCClassifier(calibrator, views=VIEWS).fit(X, labels, tasks=10.0 * of_task)
+    at_once = FDCClassifier(calibrator, views=VIEWS).fit(X, labels, tasks=10.0 * of_task)
     parts = FDCClassifier(calibrator, views=(slice(12, None), slice(0, 12)))
     for task in range(3):
         rows = of_task == task
         parts.partial_fit(turned[rows], labels[rows], previous=adapted[rows])
-    np.testing.assert_array_equal(whole.decision_function(X), parts.decision_function(turned))
-    assert whole.score(X, labels) > 0.7
+    np.testing.assert_array_equal(at_once.decision_function(X), parts.decision_function(turned))
+    assert at_once.score(X, labels) > 0.7
     kind = {"fdc": FDCClassifier, "gaussians": ContinualClassifier}[calibrator]
     assert type(kind().fit(adapted, labels).calibrator_) is type(calibration.make(calibrator))
     # Without tasks there is one, whose classes no other competes with.
@@ -138,11 +138,11 @@ def test_the_heads_are_ridge_regression_and_class_means(tasks):
         for p in 10.0 ** np.arange(-8, 9)
     }
     best = ridge(min(errors, key=errors.get), slice(None))
-    found = closed_form_head("ridge", features, rows).logits(features)
-    np.testing.assert_allclose(found, best.predict(ones), atol=1e-5)
+    actual = closed_form_head("ridge", features, rows).logits(features)
+    np.testing.assert_allclose(actual, best.predict(ones), atol=1e-5)
     means = np.stack([features[rows == c].mean(axis=0, dtype=np.float64) for c in range(3)])
-    found = closed_form_head("nearest_mean", features, rows).logits(features)
-    np.testing.assert_allclose(found, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
+    actual = closed_form_head("nearest_mean", features, rows).logits(features)
+    np.testing.assert_allclose(actual, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
 
 
 @pytest.mark.parametrize("calibrator", BOTH)
@@ -153,8 +153,8 @@ def test_joblib_keeps_what_further_tasks_need(tasks, calibrator, tmp_path):
     joblib.dump(estimator, tmp_path / "estimator.joblib")
     again = joblib.load(tmp_path / "estimator.joblib")
     inputs = streams.probe_inputs(tasks)[0]
-    for each in (estimator, again):
-        each.partial_fit(tasks[2].adapted, tasks[2].labels)
+    for classifier in (estimator, again):
+        classifier.partial_fit(tasks[2].adapted, tasks[2].labels)
     np.testing.assert_array_equal(
         again.decision_function(inputs), estimator.decision_function(inputs)
     )
@@ -172,8 +172,8 @@ def test_settings_are_searched_and_cloned(tasks):
     search.fit(frame, labels, tasks=of_task)
     assert len(search.cv_results_["params"]) == 3
     assert search.best_estimator_.feature_names_in_.tolist() == list(frame)
-    found = clone(FDCClassifier(settings=grid[0]["settings"][1])).fit(frame, labels, tasks=of_task)
-    assert found.calibrator_.settings == calibration.Settings(pac_weight=2.0, attenuation=0.25)
+    actual = clone(FDCClassifier(settings=grid[0]["settings"][1])).fit(frame, labels, tasks=of_task)
+    assert actual.calibrator_.settings == calibration.Settings(pac_weight=2.0, attenuation=0.25)
     copied = clone(FDCClassifier(views=(slice(0, 4), [5, 6])))
     assert copied.get_params()["views"] == (slice(0, 4), [5, 6])
 
@@ -222,7 +222,7 @@ def test_mistakes_change_nothing(tasks, mistake):
     assert estimator.calibrator_.num_tasks == 2
 
 
-def test_words_and_forms_that_are_none(tasks):
+def test_wrong_settings_and_shapes_are_named(tasks):
     X, y = tasks[0].adapted, tasks[0].labels
     for wrong, message in (
         ({"calibrator": "fcd"}, "calibrator: expected one of .*, found 'fcd'; did you mean fdc"),
@@ -244,7 +244,7 @@ def test_words_and_forms_that_are_none(tasks):
         FDCClassifier().fit(X, y, tasks=np.arange(len(y)) % 2)
 
 
-def test_gaussians_take_tasks_of_one_class_and_say_when_they_stayed(tasks):
+def test_gaussians_accept_single_class_tasks_and_note_no_drift(tasks):
     estimator = FDCClassifier("gaussians")
     for task in tasks[:2]:
         rows = task.rows == 0
@@ -272,14 +272,14 @@ fdc_jax.FDCClassifier
         fdc_jax.FDCClasifier  # noqa: B018
 
 
-def test_probabilities_agree_with_predictions_and_are_of_gaussians_alone():
+def test_probabilities_agree_with_predictions():
     rng = np.random.default_rng(0)
     y, tasks = np.repeat(np.arange(6), 40)[::-1], np.repeat([1, 0], 120)
     X = rng.normal(size=(240, 8)) + 2 * np.eye(8)[y]
-    found = ContinualClassifier().fit(X, y, tasks)
-    chances = found.predict_proba(X)
+    actual = ContinualClassifier().fit(X, y, tasks)
+    chances = actual.predict_proba(X)
     np.testing.assert_allclose(chances.sum(axis=1), 1.0)
-    np.testing.assert_array_equal(found.classes_[chances.argmax(axis=1)], found.predict(X))
+    np.testing.assert_array_equal(actual.classes_[chances.argmax(axis=1)], actual.predict(X))
     assert not hasattr(FDCClassifier(), "predict_proba")
 
 

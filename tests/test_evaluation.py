@@ -22,7 +22,7 @@ def test_confusion_and_task_accuracies():
     assert accuracies == [None, *map(pytest.approx, [100 / 3, 50, 100 / 3])]
 
 
-def test_the_interval_of_gains_within_seeds_is_the_paired_t_interval():
+def test_interval_of_gains_is_the_paired_t_interval():
     before, after = [84.1, 84.4, 84.5], [88.6, 88.5, 88.8]
     gain = evaluation.student(np.subtract(after, before))
     reference = scipy.stats.ttest_rel(after, before)
@@ -41,7 +41,7 @@ def test_intervals_over_samples_agree_with_the_bootstrap():
     before = np.where(rng.random(400) < 0.7, label, (label + 1) % 5)
     after = np.where(rng.random(400) < 0.3, (label + (rng.random(400) < 0.2)) % 5, before)
     right = (after == label).astype(float)
-    for values, found in (
+    for values, actual in (
         (right - (before == label), evaluation.sample_gain(label, before, after)),
         (right, evaluation.share_of(after == label)),
     ):
@@ -53,18 +53,18 @@ def test_intervals_over_samples_agree_with_the_bootstrap():
             rng=np.random.default_rng(1),
             batch=1000,
         )
-        assert found.mean == pytest.approx(100 * values.mean())
-        assert found.std == pytest.approx(reference.standard_error, rel=0.05)
+        assert actual.mean == pytest.approx(100 * values.mean())
+        assert actual.std == pytest.approx(reference.standard_error, rel=0.05)
         interval = reference.confidence_interval
-        assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=0.35)
+        assert (actual.low, actual.high) == pytest.approx((interval.low, interval.high), abs=0.35)
 
 
 @pytest.mark.parametrize("count", [0, 3, 112])
-def test_so_few_images_never_give_a_point(count):
+def test_few_images_never_give_an_empty_interval(count):
     right = np.arange(112) < count
-    found = evaluation.share_of(right)
+    actual = evaluation.share_of(right)
     reference = scipy.stats.binomtest(count, 112).proportion_ci(method="wilson")
-    assert (found.low, found.high) == pytest.approx((100 * reference.low, 100 * reference.high))
+    assert (actual.low, actual.high) == pytest.approx((100 * reference.low, 100 * reference.high))
     label = np.zeros(112, int)
     same = evaluation.sample_gain(label, label, label)
     # Of 114, half a sample is put right and half a one spoiled.
@@ -81,16 +81,16 @@ def scores(*rows):
     return Scores(np.array(rows), best, [np.array([0, 1]), np.array([2, 3])])
 
 
-def test_what_calibrators_got_right_stands_side_by_side():
+def test_results_of_calibrators_are_measured_side_by_side():
     """Three images: the first class of each task and the second one of task 1."""
     labels, tasks = np.array([0, 2, 3]), np.array([0, 1, 1])
     both = {"raw": scores((1, 0), (1, 0), (1, 0)), "ncm": scores((0, 1), (0, 1), (0, 1))}
-    found = evaluation.measure(both, labels, tasks)
+    actual = evaluation.measure(both, labels, tasks)
     third = pytest.approx(100 / 3)
-    assert found.accuracy == {"raw": third, "ncm": third, "oracle": pytest.approx(200 / 3)}
-    assert found.routing_accuracy == {"raw": third, "ncm": pytest.approx(200 / 3)}
-    assert found.task_accuracy == {"raw": [100, 0], "ncm": [0, 50], "oracle": [100, 50]}
-    count, *shares = msgspec.structs.astuple(found.decomposition["ncm"])
+    assert actual.accuracy == {"raw": third, "ncm": third, "oracle": pytest.approx(200 / 3)}
+    assert actual.routing_accuracy == {"raw": third, "ncm": pytest.approx(200 / 3)}
+    assert actual.task_accuracy == {"raw": [100, 0], "ncm": [0, 50], "oracle": [100, 50]}
+    count, *shares = msgspec.structs.astuple(actual.decomposition["ncm"])
     assert count == 3
     shares = np.array(shares) * 3 / 100
     np.testing.assert_allclose(shares, [1, 2, 2, 1, 1, 1, 0])

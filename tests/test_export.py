@@ -22,9 +22,9 @@ OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("rsiat", "slca")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache, whole):
+def runs(tmp_path_factory, cache, finished_run):
     """Returns work directories by learner, each made once."""
-    made = {"cumulative_lora": whole}
+    made = {"cumulative_lora": finished_run}
 
     def find(learner):
         if learner not in made:
@@ -42,12 +42,12 @@ def contents(folder):
 
 def answers(run, images):
     """Returns features of E_0 and E_T, and what calibrators say of them."""
-    found = {"adapted": run.features(images, run.num_tasks), "pretrained": run.features(images, 0)}
-    views = [*found.values()]
+    actual = {"adapted": run.features(images, run.num_tasks), "pretrained": run.features(images, 0)}
+    views = [*actual.values()]
     for name in ("fdc", "gaussians"):
         scores = run.calibrator(name).score(*views)
-        found |= {f"{name} scores": scores.task_scores, f"{name} label": scores.label}
-    return found
+        actual |= {f"{name} scores": scores.task_scores, f"{name} label": scores.label}
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, le
             exported.encoder(t)
 
 
-def test_what_is_not_as_it_was_exported_is_refused_in_a_line(whole, tmp_path):
+def test_changed_files_of_an_export_are_refused(finished_run, tmp_path):
     out = tmp_path / "out"
-    export.write(whole, out)
+    export.write(finished_run, out)
     known = json.loads((out / "manifest.json").read_text())["sha256"]
     assert {*known, "manifest.json"} == {*contents(out)}
     for name in ("merged.safetensors", "results.json"):
@@ -102,9 +102,9 @@ def test_what_is_not_as_it_was_exported_is_refused_in_a_line(whole, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder link", "no checksums"])
-def test_a_file_that_the_manifest_does_not_name_is_refused(whole, tmp_path, kind):
+def test_a_file_that_the_manifest_does_not_name_is_refused(finished_run, tmp_path, kind):
     out = tmp_path / "out"
-    export.write(whole, out)
+    export.write(finished_run, out)
     (out / ".DS_Store").touch()
     fdc_jax.open_run(out)
     extra = out / "calibrators" / "ncm.npz"
@@ -147,8 +147,8 @@ def fitted_elsewhere(width, sizes=(5, 5)):
         ("other predictions", r"predictions.npz: is of another run: expected an accuracy of"),
     ],
 )
-def test_what_is_of_another_run_is_never_shipped(whole, tmp_path, change, message):
-    workdir = small_runs.copied(whole, tmp_path / "run")
+def test_files_of_another_run_are_not_exported(finished_run, tmp_path, change, message):
+    workdir = small_runs.copied(finished_run, tmp_path / "run")
     calibrators, predictions = workdir / "calibrators", workdir / "predictions.npz"
     columns = small_runs.predictions(workdir)
     if change == "under another name":
@@ -159,13 +159,13 @@ def test_what_is_of_another_run_is_never_shipped(whole, tmp_path, change, messag
     elif change == "other width":
         fitted_elsewhere(7).save(calibrators / "gaussians.npz")
     elif change == "other classes":
-        fitted_elsewhere(small_width(whole), (4, 6)).save(calibrators / "gaussians.npz")
+        fitted_elsewhere(small_width(finished_run), (4, 6)).save(calibrators / "gaussians.npz")
     elif change == "other heads":
-        fitted_elsewhere(small_width(whole)).save(calibrators / "gaussians.npz")
+        fitted_elsewhere(small_width(finished_run)).save(calibrators / "gaussians.npz")
     elif change == "no predictions":
         predictions.unlink()
     elif change == "fewer predictions":
-        np.savez(predictions, **{name: each[:-1] for name, each in columns.items()})
+        np.savez(predictions, **{name: column[:-1] for name, column in columns.items()})
     else:
         np.savez(predictions, **columns | {"fdc_label": (columns["fdc_label"] + 1) % 10})
     with pytest.raises(InputError, match=message):
@@ -173,24 +173,24 @@ def test_what_is_of_another_run_is_never_shipped(whole, tmp_path, change, messag
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def small_width(whole):
-    return small_runs.results(whole)["encoder"]["architecture"]["width"]
+def small_width(finished_run):
+    return small_runs.results(finished_run)["encoder"]["architecture"]["width"]
 
 
-def test_what_is_damaged_is_never_shipped(whole, tmp_path):
-    workdir = small_runs.copied(whole, tmp_path / "run")
+def test_damaged_arrays_are_not_exported(finished_run, tmp_path):
+    workdir = small_runs.copied(finished_run, tmp_path / "run")
     (workdir / "calibrators" / "gaussians.npz").write_bytes(b"PK")
     with pytest.raises(InputError, match=r"run/calibrators/gaussians.npz: "):
         export.write(workdir, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_same_run_gives_the_same_bytes(whole, tmp_path, capsys):
-    workdir = small_runs.copied(whole, tmp_path / "run")
+def test_the_same_run_gives_the_same_bytes(finished_run, tmp_path, capsys):
+    workdir = small_runs.copied(finished_run, tmp_path / "run")
     for name in ("config.json", "results.json"):
-        found = json.loads((workdir / name).read_text())
-        found.get("config", found)["data.source"] = str(tmp_path / "images")
-        (workdir / name).write_text(json.dumps(found))
+        actual = json.loads((workdir / name).read_text())
+        actual.get("config", actual)["data.source"] = str(tmp_path / "images")
+        (workdir / name).write_text(json.dumps(actual))
     for name in ("one", "two"):
         assert export.main([str(workdir), str(tmp_path / name)]) == 0
     assert f"wrote {tmp_path / 'two'}" in capsys.readouterr().out
@@ -201,16 +201,16 @@ def test_the_same_run_gives_the_same_bytes(whole, tmp_path, capsys):
     assert not configuration.OF_A_HOST & json.loads(one["config.json"]).keys()
 
 
-def test_the_encoder_in_timms_layout_gives_the_features_of_the_run(whole, tmp_path):
-    export.write(whole, tmp_path / "out")
+def test_encoder_in_timms_layout_gives_features_of_the_run(finished_run, tmp_path):
+    export.write(finished_run, tmp_path / "out")
     path = tmp_path / "out" / "timm" / "model.safetensors"
-    run = fdc_jax.open_run(whole)
+    run = fdc_jax.open_run(finished_run)
     _, variant = weights.recognise(str(path), "")
     model = run.encoders.learner.setup.model.clone(variant=variant, input_range="model")
     images = run.test_images(ROWS)
     params = weights.load(path, variant, 32).params
-    found = jax.jit(model.apply)({"params": params}, images)
-    np.testing.assert_allclose(found, run.features(images, 2), rtol=0, atol=2e-5)
+    actual = jax.jit(model.apply)({"params": params}, images)
+    np.testing.assert_allclose(actual, run.features(images, 2), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,8 @@ def test_the_encoder_in_timms_layout_gives_the_features_of_the_run(whole, tmp_pa
         ("fewer tasks", (), r"results are of 1 task, and it has learned 2; let"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_in_a_line(
-    whole, tmp_path, capsys, change, flags, message
-):
-    workdir, out = small_runs.copied(whole, tmp_path / "run"), tmp_path / "out"
+def test_unsupported_exports_are_one_line(finished_run, tmp_path, capsys, change, flags, message):
+    workdir, out = small_runs.copied(finished_run, tmp_path / "run"), tmp_path / "out"
     if change == "exists":
         out.mkdir()
     elif change == "fewer tasks":

@@ -21,23 +21,26 @@ def test_every_contender_is_warmed_up_and_timed_in_turn(monkeypatch):
     def encode(backbone, images, view):
         events.append(view)
 
-    found = latency.measure(encode, None, ("adapted", "pretrained"), None, None, (2, 3, 5))
+    actual = latency.measure(encode, None, ("adapted", "pretrained"), None, None, (2, 3, 5))
     expected = 17 * ["adapted", "raw"] + 17 * ["adapted", "fdc 1"]
     assert events == expected + 17 * ["adapted", "pretrained", "fdc 2"]
-    assert list(found) == ["baseline", "single", "dual"]
-    assert [timing.peak_bytes for timing in found.values()] == [100, 150, 170]
-    assert all(len(timing.milliseconds) == 3 for timing in found.values())
+    assert list(actual) == ["baseline", "single", "dual"]
+    assert [timing.peak_bytes for timing in actual.values()] == [100, 150, 170]
+    assert all(len(timing.milliseconds) == 3 for timing in actual.values())
 
 
-def test_contenders_answer_as_the_run_did(whole):
-    run = fdc_jax.open_run(whole)
+def test_contenders_answer_as_the_run_did(finished_run):
+    run = fdc_jax.open_run(finished_run)
     fdc, encoders, images = run.calibrator("fdc"), run.encoders, run.test_images(np.arange(60))
     views = [encoders.extract.encode(encoders.backbone, images, run.encoder(t)) for t in (2, 0)]
     raw = latency.raw_labels(fdc)(views[:1])
     np.testing.assert_array_equal(raw, run.predictions["raw_label"])
     dual = latency.fdc_labels(fdc, 2)(views)
     np.testing.assert_array_equal(dual, run.predictions["fdc_label"])
-    saved = [np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained")]
+    saved = [
+        np.load(finished_run / "features" / f"test_{view}.npy")
+        for view in ("adapted", "pretrained")
+    ]
     expected = fdc.components(*saved)["adapted_view"].label
     np.testing.assert_array_equal(latency.fdc_labels(fdc, 1)(views[:1]), expected)
     assert len(fdc.terms(*saved).tasks) == 2  # The calibrator itself keeps both views.
@@ -53,24 +56,24 @@ def test_heads_that_divide_by_the_norm_keep_doing_so():
     np.testing.assert_array_equal(latency.raw_labels(fdc)([features]), expected)
 
 
-def test_the_command_writes_a_file_and_says_that_memory_is_not_measured(
-    whole, tmp_path, capsys, monkeypatch
+def test_command_writes_latencies_without_memory_on_a_cpu(
+    finished_run, tmp_path, capsys, monkeypatch
 ):
-    folder = small_runs.copied(whole, tmp_path / "run")
+    folder = small_runs.copied(finished_run, tmp_path / "run")
     monkeypatch.setattr(latency.measure_run, "__defaults__", ((1, 2, 1),))
     assert latency.main([str(folder)]) == 0
     assert "memory is measured on accelerators only" in capsys.readouterr().out
-    found = json.loads((folder / "latency.json").read_text())
-    assert found["images"] == 60 and list(found["contenders"]) == ["baseline", "single", "dual"]
-    assert {each["peak_bytes"] for each in found["contenders"].values()} == {None}
+    actual = json.loads((folder / "latency.json").read_text())
+    assert actual["images"] == 60 and list(actual["contenders"]) == ["baseline", "single", "dual"]
+    assert {contender["peak_bytes"] for contender in actual["contenders"].values()} == {None}
 
 
-def test_an_export_that_was_measured_still_opens(whole, tmp_path, monkeypatch):
-    export.write(whole, tmp_path / "out")
+def test_an_export_that_was_measured_still_opens(finished_run, tmp_path, monkeypatch):
+    export.write(finished_run, tmp_path / "out")
     latency.measure_run(fdc_jax.open_run(tmp_path / "out"), (1, 1, 1))
     assert fdc_jax.open_run(tmp_path / "out").exported
 
 
-def test_a_run_that_is_not_finished_is_refused(half):
+def test_a_run_that_is_not_finished_is_refused(stopped_run):
     with pytest.raises(InputError, match="expected a finished run with FDC in both views"):
-        latency.measure_run(fdc_jax.open_run(half))
+        latency.measure_run(fdc_jax.open_run(stopped_run))

@@ -92,11 +92,14 @@ def test_class_gaussians_beyond_the_paper(gaussians):
         ]
 
 
-def test_digits():
+def test_numbers_of_digits():
     table, record = rows("docs/results.md", "| | Raw | FDC | task given |"), saved("digits")
     for name in ("final accuracy", "average incremental accuracy"):
         key = name.removeprefix("final ").replace(" ", "_")
-        shown = [f"{each['mean']:.2f} ± {each['std']:.2f}" for each in record[key].values()]
+        shown = [
+            f"{statistic['mean']:.2f} ± {statistic['std']:.2f}"
+            for statistic in record[key].values()
+        ]
         assert [cell for cell in table[name] if cell] == shown
 
 
@@ -156,8 +159,8 @@ def test_league():
         if record["method"] == "frozen encoder" or record["class_order"] != "1993":
             continue
         code = record["code"].partition("/")[2] or "ours"
-        own = code != "ours" and record["calibrator"] == "raw"
-        head = "own" if own else heads[record["calibrator"]]
+        others_head = code != "ours" and record["calibrator"] == "raw"
+        head = "own" if others_head else heads[record["calibrator"]]
         key = (record["method"], code, head, record["passes"])
         benchmarks = runs.setdefault(key, {"cifar100_reduced": [], "caltech101_66": []})
         benchmarks[record["benchmark"]].append(record)

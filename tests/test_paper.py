@@ -24,10 +24,10 @@ DIGITS = ["--benchmarks=digits", "--learners=cumulative_lora,sd_lora"]
 NINE = "cumulative_lora ewc_lora sd_lora splitlora inflora inflora_ca lora_subtraction loda rsiat"
 
 
-def dry_run(monkeypatch, capsys, *words):
+def dry_run(monkeypatch, capsys, *arguments):
     """Returns the printed plan, without a timed step."""
     monkeypatch.setattr(paper, "measure", lambda runs, stop: {})
-    assert paper.main([*words, "--dry_run"]) == 0
+    assert paper.main([*arguments, "--dry_run"]) == 0
     return capsys.readouterr().out
 
 
@@ -43,11 +43,11 @@ def test_the_plan_has_135_runs_the_most_valuable_first(tmp_path, monkeypatch, ca
     (tmp_path / "omnibenchmark" / "train" / "1").mkdir(parents=True)
     (tmp_path / "omnibenchmark" / "train" / "1" / "1.png").touch()
     plan = dry_run(monkeypatch, capsys, f"--data={tmp_path}", f"--workdir={tmp_path / 'runs'}")
-    found = [row[1:4] for row in rows(plan)]
+    actual = [row[1:4] for row in rows(plan)]
     titles = [benchmarks.BENCHMARKS[name].title for name in paper.paper.benchmarks()]
     learned = [paper.learners.title(name) for name in NINE.split()]
-    assert found == [[b, n, f"seed {s}"] for s in "123" for n in learned for b in titles]
-    assert len(found) == 135
+    assert actual == [[b, n, f"seed {s}"] for s in "123" for n in learned for b in titles]
+    assert len(actual) == 135
     missing = [line for line in plan.splitlines() if line.startswith("missing: ")]
     (of_r,) = missing
     page = benchmarks.ARCHIVES["imagenet_r"][1]
@@ -58,21 +58,23 @@ def test_the_plan_has_135_runs_the_most_valuable_first(tmp_path, monkeypatch, ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_plan_says_what_is_done(whole, half, tmp_path, cache, monkeypatch, capsys):
+def test_plan_shows_finished_and_stopped_runs(
+    finished_run, stopped_run, tmp_path, cache, monkeypatch, capsys
+):
     folder = tmp_path / "digits" / "cumulative_lora"
-    for seed, run in ((1, whole), (2, half), (3, whole)):
+    for seed, run in ((1, finished_run), (2, stopped_run), (3, finished_run)):
         shutil.copytree(run, folder / f"seed_{seed}")
     config = folder / "seed_2" / "config.json"
     config.write_text(config.read_text().replace('"seed": [\n    1', '"seed": [\n    2'))
-    words = [*DIGITS, *SMALL, "--config.calibrators=fdc,gaussians", f"--workdir={tmp_path}"]
-    plan = dry_run(monkeypatch, capsys, *words)
+    arguments = [*DIGITS, *SMALL, "--config.calibrators=fdc,gaussians", f"--workdir={tmp_path}"]
+    plan = dry_run(monkeypatch, capsys, *arguments)
     states = ["done", "to do", "begun", "to do", "other", "to do"]
     assert [row[4] for row in rows(plan)] == states
     with paper.locked(folder / "seed_2" / ".worker"):
-        assert rows(dry_run(monkeypatch, capsys, *words))[2][4] == "running"
+        assert rows(dry_run(monkeypatch, capsys, *arguments))[2][4] == "running"
 
 
-def test_hours_follow_from_finished_runs(whole, tmp_path):
+def test_hours_follow_from_finished_runs(finished_run, tmp_path):
     options = argparse.Namespace(
         data="", benchmarks="digits", learners="cumulative_lora,sd_lora", seeds="1,2"
     )
@@ -81,11 +83,11 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
     given["--config.calibrators"] = "fdc,gaussians"
     runs, _ = paper.plan(options, given)
     assert all(hours != hours for hours, _ in paper.needs(runs, {}))
-    shutil.copytree(whole, runs[0].folder)
+    shutil.copytree(finished_run, runs[0].folder)
     longer, _ = paper.plan(options, given | {"--config.train.epochs": "4"})
     needed, needed_longer = paper.needs(runs, {}), paper.needs([runs[0], *longer[1:]], {})
     assert needed[0] == (0, 0)
-    timing = small_runs.results(whole)["timing"]
+    timing = small_runs.results(finished_run)["timing"]
     parts = ("training", "compile", "test_extraction", "extraction_compile")
     parts += tuple(f"{view}_extraction" for view in ("adapted", "pretrained", "previous"))
     spent = sum(timing[f"{part}_seconds"] for part in parts)
@@ -98,7 +100,7 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--benchmarks=digit"], "--benchmarks: expected one of .* did you mean digits"),
         (["--learners=sdlora"], "fdc_jax.paper: --learners: .*sd_lora"),
@@ -115,9 +117,9 @@ def test_hours_follow_from_finished_runs(whole, tmp_path):
         (["--workdirs=x"], "unrecognized arguments: --workdirs=x; did you mean --workdir"),
     ],
 )
-def test_mistakes_end_with_a_line(words, message, capsys, tmp_path):
-    digits = [] if "--benchmarks" in words[0] else DIGITS[:1]
-    assert paper.main([*digits, *words, f"--workdir={tmp_path}"]) == 2
+def test_wrong_arguments_of_the_paper_are_one_line(arguments, message, capsys, tmp_path):
+    digits = [] if "--benchmarks" in arguments[0] else DIGITS[:1]
+    assert paper.main([*digits, *arguments, f"--workdir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
 
@@ -125,10 +127,19 @@ def test_mistakes_end_with_a_line(words, message, capsys, tmp_path):
 # Runs ---------------------------------------------------------------------------------------------
 
 
-def start(workdir, cache, *words, digits=DIGITS):
+def start(workdir, cache, *arguments, digits=DIGITS):
     """Starts the command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "fdc_jax", "paper", *digits, *SMALL, f"--workdir={workdir}", *words],
+        [
+            sys.executable,
+            "-m",
+            "fdc_jax",
+            "paper",
+            *digits,
+            *SMALL,
+            f"--workdir={workdir}",
+            *arguments,
+        ],
         cwd=small_runs.REPOSITORY,
         env=os.environ | {"FDC_JAX_CACHE": str(cache)},
         stdout=subprocess.PIPE,
@@ -144,8 +155,8 @@ def commands(folder):
 
 
 def test_missing_data_are_named_once(tmp_path, capsys):
-    words = ["--benchmarks=cub200,imagenet_a", "--seeds=1", f"--workdir={tmp_path}"]
-    assert paper.main(words) == 2
+    arguments = ["--benchmarks=cub200,imagenet_a", "--seeds=1", f"--workdir={tmp_path}"]
+    assert paper.main(arguments) == 2
     output, errors = capsys.readouterr()
     assert len(rows(output)) == 18 and "nan" not in output
     titles = ("CUB-200: put cub ", "ImageNet-A: put imagenet-a ")
@@ -160,7 +171,7 @@ def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
     assert paper.attempt(run, paper.StopRequest()) == (2, line)
 
 
-def test_lines_that_a_run_writes_while_it_stops_are_shown_once(tmp_path, monkeypatch, capsys):
+def test_last_lines_of_a_stopped_run_are_shown_once(tmp_path, monkeypatch, capsys):
     program = "import sys; sys.stdin.read(); print('after task 1/2: raw 1.00'); print('saved')"
     monkeypatch.setattr(paper, "_PROGRAM", program)
     run = paper.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
@@ -180,8 +191,8 @@ LATENCY = {
 }
 
 
-def test_later_runs_and_latencies_reach_a_report_dated_ahead(
-    whole, tmp_path, cache, monkeypatch, capsys, no_figures
+def test_report_is_current_by_content_not_by_date(
+    finished_run, tmp_path, cache, monkeypatch, capsys, no_figures
 ):
     def measure(function, folder, learner, host, stop):
         if not (tmp_path / "works").exists():
@@ -190,9 +201,13 @@ def test_later_runs_and_latencies_reach_a_report_dated_ahead(
 
     def tables(seeds):
         """Returns what is printed and the table of latencies; dates the report ahead."""
-        words = ["--benchmarks=digits", "--learners=cumulative_lora", f"--seeds={seeds}"]
-        words += [*SMALL, "--config.calibrators=fdc,gaussians", f"--workdir={tmp_path / 'runs'}"]
-        assert paper.main(words) == 0
+        arguments = ["--benchmarks=digits", "--learners=cumulative_lora", f"--seeds={seeds}"]
+        arguments += [
+            *SMALL,
+            "--config.calibrators=fdc,gaussians",
+            f"--workdir={tmp_path / 'runs'}",
+        ]
+        assert paper.main(arguments) == 0
         output = tmp_path / "runs" / "report"
         year_2100 = 4_102_444_800
         os.utime(output / "report.html", (year_2100, year_2100))
@@ -201,11 +216,11 @@ def test_later_runs_and_latencies_reach_a_report_dated_ahead(
 
     monkeypatch.setattr(paper, "_in_new_process", measure)
     folder = tmp_path / "runs" / "digits" / "cumulative_lora"
-    shutil.copytree(whole, folder / "seed_1")
+    shutil.copytree(finished_run, folder / "seed_1")
     printed, latencies = tables("1")
     assert "latency is unknown: the device is busy" in printed.err and not latencies
     assert "writes " in printed.err and "±" not in printed.out
-    shutil.copytree(whole, folder / "seed_2")
+    shutil.copytree(finished_run, folder / "seed_2")
     for name in ("config.json", "results.json"):
         text = (folder / "seed_2" / name).read_text()
         text = re.sub(r'("seed": (\[\s+)?)1', r"\g<1>2", text)
@@ -229,7 +244,7 @@ def children(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_processes_that_measure_end_with_their_parent(tmp_path, cache):
+def test_measuring_processes_end_with_their_parent(tmp_path, cache):
     """Their end is that of the pipe, which they share with the command that was killed."""
     process = start(tmp_path, cache, "--dry_run")
     while not any("spawn_main" in command for command in children(process.pid).values()):
@@ -240,7 +255,7 @@ def test_processes_that_measure_end_with_their_parent(tmp_path, cache):
 
 
 @pytest.mark.ci
-def test_a_worker_is_killed_and_two_go_on(tmp_path, cache):
+def test_two_workers_continue_after_a_kill(tmp_path, cache):
     workdir = tmp_path / "runs"
     first = workdir / "digits" / "cumulative_lora" / "seed_1"
     folders = {workdir / "digits" / name / f"seed_{n}" for name in NINE.split()[:3:2] for n in "12"}
@@ -249,17 +264,17 @@ def test_a_worker_is_killed_and_two_go_on(tmp_path, cache):
     worker.kill()
     worker.communicate()
     workers = [start(workdir, cache, "--seeds=1,2") for _ in range(2)]
-    said = [small_runs.finish(worker) for worker in workers]
+    outputs = [small_runs.finish(worker) for worker in workers]
     assert {path.parent for path in workdir.glob("*/*/*/results.json")} == folders
     for folder in folders:
         small_runs.nothing_done_twice(folder)
         assert len(commands(folder)) == 1 + (folder == first)
     assert "stopped by SIGTERM" in (first / "log.txt").read_text()  # with its worker
-    started = [errors.count("python -m fdc_jax run ") for _, errors in said]
+    started = [errors.count("python -m fdc_jax run ") for _, errors in outputs]
     assert sum(started) == 4 and min(started) > 0
     # Whoever ends last writes the tables; a further call does nothing.
     report = workdir / "report" / "report.html"
-    assert any(f"report: {report}" in output for output, _ in said)
+    assert any(f"report: {report}" in output for output, _ in outputs)
     timed = [path.parent for path in workdir.glob("*/*/*/latency.json")]
     assert len(timed) == 1 and timed[0].name == "seed_1"
     states = {path: path.stat().st_mtime_ns for path in workdir.rglob("*.*") if path.is_file()}

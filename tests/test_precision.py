@@ -15,7 +15,7 @@ from tests.learners import toy
 
 
 @pytest.mark.ci
-def test_a_program_in_64_bit_mode_gets_the_same_numbers(whole, half, cache, tmp_path):
+def test_a_program_in_64_bit_mode_gets_the_same_numbers(finished_run, stopped_run, cache, tmp_path):
     """Also of a run that began in 32 bits."""
 
     def answers(folder):
@@ -23,18 +23,18 @@ def test_a_program_in_64_bit_mode_gets_the_same_numbers(whole, half, cache, tmp_
         return run.predict(run.test_images(np.arange(8)))
 
     with jax.enable_x64(True):
-        small_runs.run(small_runs.config(cache), small_runs.copied(half, tmp_path / "run"))
-        found = answers(tmp_path / "run")
+        small_runs.run(small_runs.config(cache), small_runs.copied(stopped_run, tmp_path / "run"))
+        actual = answers(tmp_path / "run")
         export.write(tmp_path / "run", tmp_path / "out")
         exported = fdc_jax.open_run(tmp_path / "out")
-        again = exported.predict(fdc_jax.open_run(whole).test_images(np.arange(8)))
-    small_runs.same_outcome(whole, tmp_path / "run")
-    pd.testing.assert_frame_equal(found, answers(whole))
-    pd.testing.assert_frame_equal(again, answers(whole))
+        again = exported.predict(fdc_jax.open_run(finished_run).test_images(np.arange(8)))
+    small_runs.same_outcome(finished_run, tmp_path / "run")
+    pd.testing.assert_frame_equal(actual, answers(finished_run))
+    pd.testing.assert_frame_equal(again, answers(finished_run))
 
 
 @pytest.mark.ci
-def test_no_product_of_a_post_hoc_method_is_left_to_a_device():
+def test_products_of_posthoc_methods_have_stated_precision():
     """GPUs would round the factors to 10 bits, TPUs to 7; a CPU never shows it."""
     jax.clear_caches()  # Other tests may have compiled the same.
     with toy.programs_compiled() as programs:

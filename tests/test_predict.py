@@ -21,8 +21,8 @@ from tests.report.test_page import HOSTILE, Reader
 
 
 @pytest.fixture(scope="module")
-def opened(whole, cache):
-    return fdc_jax.open_run(whole)
+def opened(finished_run, cache):
+    return fdc_jax.open_run(finished_run)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def files(opened, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def said(opened, files):
+def answers(opened, files):
     return opened.predict(files, top=10)
 
 
@@ -40,10 +40,10 @@ def by_fdc(opened, files):
     return opened.predict(files, top=10, method="fdc")
 
 
-def same(found, expected):
+def same(actual, expected):
     """Equal but for the names of images, and rounding where batches are of another size."""
     pd.testing.assert_frame_equal(
-        found.drop(columns="image").reset_index(drop=True),
+        actual.drop(columns="image").reset_index(drop=True),
         expected.drop(columns="image").reset_index(drop=True),
         check_dtype=False,
         atol=1e-4,
@@ -64,38 +64,44 @@ def agrees(table, opened, method):
     )
 
 
-def test_files_of_test_images_get_the_predictions_of_the_run(opened, files, said, by_fdc):
-    agrees(said, opened, "gaussians")
+def test_files_of_test_images_repeat_the_predictions_of_the_run(opened, files, answers, by_fdc):
+    agrees(answers, opened, "gaussians")
     agrees(by_fdc, opened, "fdc")
-    assert 0 < said["changed"].sum() < 60
+    assert 0 < answers["changed"].sum() < 60
     pixels = np.concatenate([images for _, images in Predictions(opened, files)])
     np.testing.assert_array_equal(pixels, opened.test_images(np.arange(60)))
-    assert said["image"].tolist() == [str(path) for path in files]
+    assert answers["image"].tolist() == [str(path) for path in files]
 
 
-def test_one_calibrator_gives_label_confidence_and_typicality(whole, opened, said, by_fdc):
+def test_one_calibrator_gives_label_confidence_and_typicality(
+    finished_run, opened, answers, by_fdc
+):
     """The class Gaussians where the run has them; FDC states no confidence."""
-    views = [np.load(whole / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")]
+    views = [
+        np.load(finished_run / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")
+    ]
     gaussians = opened.calibrator()
     assert type(gaussians) is Gaussians and opened.best_calibrator == "gaussians"
     probabilities, typicality = gaussians.assess(*views)
     labels = np.concatenate(gaussians.classes)[probabilities.argmax(axis=1)]
-    assert said["class"].tolist() == [opened.class_names[label] for label in labels]
-    np.testing.assert_allclose(said["confidence"], probabilities.max(axis=1), atol=1e-3)
-    np.testing.assert_allclose(said["typicality"], typicality, atol=0.02)
+    assert answers["class"].tolist() == [opened.class_names[label] for label in labels]
+    np.testing.assert_allclose(answers["confidence"], probabilities.max(axis=1), atol=1e-3)
+    np.testing.assert_allclose(answers["typicality"], typicality, atol=0.02)
     assert not {"confidence", "typicality", "unlike_learned"} & {*by_fdc}
-    assert not any("affinity" in name for name in said)
+    assert not any("affinity" in name for name in answers)
 
 
 @pytest.mark.parametrize("method", ["fdc", "gaussians"])
-def test_classes_are_ranked_by_their_scores(whole, opened, said, by_fdc, method):
-    calibrator, table = opened.calibrator(method), {"fdc": by_fdc, "gaussians": said}[method]
-    views = [np.load(whole / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")]
+def test_classes_are_ranked_by_their_scores(finished_run, opened, answers, by_fdc, method):
+    calibrator, table = opened.calibrator(method), {"fdc": by_fdc, "gaussians": answers}[method]
+    views = [
+        np.load(finished_run / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")
+    ]
     by_class, labels = calibrator.class_scores(*views), np.concatenate(calibrator.classes)
     expected = -np.sort(-by_class, axis=1)
     columns = ["", *(f"_{rank}" for rank in range(2, 11))]
-    found = table[[f"score{suffix}" for suffix in columns]].to_numpy()
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    scores = table[[f"score{suffix}" for suffix in columns]].to_numpy()
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-3)
     names = np.array(opened.class_names)[labels[np.argsort(-by_class, axis=1)]]
     clear = np.abs(np.diff(expected, axis=1)).min(axis=1) > 1e-2  # Others may change places.
     assert clear.sum() > 40
@@ -105,8 +111,10 @@ def test_classes_are_ranked_by_their_scores(whole, opened, said, by_fdc, method)
     np.testing.assert_allclose(table["rival_score"], task_scores.min(axis=1), rtol=1e-4, atol=1e-3)
 
 
-def test_parts_of_a_score_of_fdc_add_up_to_it(whole, opened, by_fdc):
-    views = [np.load(whole / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")]
+def test_parts_of_a_score_of_fdc_add_up(finished_run, opened, by_fdc):
+    views = [
+        np.load(finished_run / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")
+    ]
     terms, rows = opened.calibrator("fdc").terms(*views), np.arange(60)
     chosen = by_fdc["task"].to_numpy() - 1
     logits = terms.fuse(rlc=False, pac=False).task_scores
@@ -121,15 +129,15 @@ def test_parts_of_a_score_of_fdc_add_up_to_it(whole, opened, by_fdc):
     np.testing.assert_allclose(by_fdc["affinity_adapted"], only[rows, chosen], atol=1e-4)
 
 
-def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path, capsys):
-    opened = fdc_jax.open_run(half)
-    found = opened.predict(files)
-    assert set(found["class"]) == set(opened.class_names[:5])
-    assert (found["task"] == 1).all() and "rival_task" not in found
-    right = found["class"][:30] == np.repeat(opened.class_names[:5], 6)
+def test_stopped_run_predicts_with_its_finished_tasks(stopped_run, files, tmp_path, capsys):
+    opened = fdc_jax.open_run(stopped_run)
+    predicted = opened.predict(files)
+    assert set(predicted["class"]) == set(opened.class_names[:5])
+    assert (predicted["task"] == 1).all() and "rival_task" not in predicted
+    right = predicted["class"][:30] == np.repeat(opened.class_names[:5], 6)
     assert right.mean() > 0.9
     output, page = tmp_path / "out.csv", tmp_path / "out.html"
-    arguments = [str(half), *map(str, files[:3]), f"--output={output}", "--method=fdc"]
+    arguments = [str(stopped_run), *map(str, files[:3]), f"--output={output}", "--method=fdc"]
     assert predict.main([*arguments, f"--html={page}"]) == 0
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
     shown = Reader(page.read_text())
@@ -141,8 +149,8 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
 # From anywhere -----------------------------------------------------------------------------------
 
 
-def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said, tmp_path):
-    first = said.iloc[:4]
+def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, answers, tmp_path):
+    first = answers.iloc[:4]
     arrays = [np.asarray(decode(path.read_bytes(), "")) for path in files[:4]]
     mixed = [files[0], arrays[1], Image.open(files[2]), str(files[3])]
     for images in (
@@ -165,15 +173,15 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
     (tmp_path / ".hidden.png").write_bytes(b"")
     # Explicitly, whatever it is called.
     other = shutil.copy(files[3], tmp_path / "deep" / "d.unknown")
-    found = opened.predict([tmp_path, other], top=10)
+    predicted = opened.predict([tmp_path, other], top=10)
     names = ("b.PNG", "deep/c.png", "deep/deeper/a.png", "deep/d.unknown")
-    assert found["image"].tolist() == [str(tmp_path / name) for name in names]
-    same(found, first)
+    assert predicted["image"].tolist() == [str(tmp_path / name) for name in names]
+    same(predicted, first)
 
 
 @pytest.mark.parametrize(("saved", "bits"), [(12, 12), (16, 16), (0, 16)])
-def test_grey_of_16_bits_has_the_scale_of_the_run(whole, cache, saved, bits):
-    run = fdc_jax.open_run(whole)
+def test_grey_of_16_bits_has_the_scale_of_the_run(finished_run, cache, saved, bits):
+    run = fdc_jax.open_run(finished_run)
     run.config = configuration.replaced(run.config, {"data.grey_bits": saved})
     values = (200, 300, 3000, 5000)
     grey = [Image.fromarray(np.full((9, 9), value, np.uint16)) for value in values]
@@ -182,35 +190,35 @@ def test_grey_of_16_bits_has_the_scale_of_the_run(whole, cache, saved, bits):
     assert actual == [min(value >> (bits - 8), 255) for value in values]
 
 
-def test_further_frames_are_counted(opened, said, files, tmp_path, caplog):
+def test_further_frames_are_counted(opened, answers, files, tmp_path, caplog):
     pages = [Image.open(file) for file in files[:3]]
     pages[0].save(tmp_path / "pages.tif", save_all=True, append_images=pages[1:])
     shutil.copy(files[1], tmp_path / "single.png")
     for _ in range(2):
         caplog.clear()
-        same(opened.predict(tmp_path, top=10), said[:2])
+        same(opened.predict(tmp_path, top=10), answers[:2])
         text = f"skipped frames after the first of: 1 ({tmp_path}/pages.tif)"
         assert [record.getMessage() for record in caplog.records] == [text]
 
 
-def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
-    opened = fdc_jax.open_run(whole)
+def test_images_are_read_in_bounded_portions(finished_run, files, monkeypatch):
+    opened = fdc_jax.open_run(finished_run)
     opened.config = configuration.replaced(opened.config, {"evaluation.batch_size": 4})
     reads = []
     read = folder.content
     monkeypatch.setattr(folder, "content", lambda *a: reads.append(a) or read(*a))
-    found = Predictions(opened, files)
-    assert len(found) == 15
-    ahead = [len(reads) - 4 * batch for batch, _ in enumerate(found, start=1)]
+    batches = Predictions(opened, files)
+    assert len(batches) == 15
+    ahead = [len(reads) - 4 * batch for batch, _ in enumerate(batches, start=1)]
     assert len(reads) == 60 and max(ahead) <= 4 * 10
 
 
-def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, tmp_path, caplog):
+def test_unreadable_images_are_named_and_skipped(opened, files, answers, tmp_path, caplog):
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(files[0].read_bytes()[:60])
-    found = opened.predict([files[0], broken, files[1]], top=10)
-    assert found.index.tolist() == [0, 2]
-    same(found, said.iloc[:2])
+    predicted = opened.predict([files[0], broken, files[1]], top=10)
+    assert predicted.index.tolist() == [0, 2]
+    same(predicted, answers.iloc[:2])
     assert [record.getMessage() for record in caplog.records] == [
         f"{broken}: cannot decode this image: image file is truncated"
     ]
@@ -218,15 +226,15 @@ def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, t
         opened.predict(broken)
 
 
-def test_an_image_of_a_million_rows_is_seen_by_its_middle(opened, said, files, tmp_path):
+def test_extremely_long_image_is_cropped_before_resizing(opened, answers, files, tmp_path):
     """Enlarged as a whole it would need gigabytes, and all predictions would be lost."""
     long = np.zeros((1_200_000, 1, 3), np.uint8)
     long[599_900:600_100] = 255
     Image.fromarray(long).save(tmp_path / "long.png")
     white = np.full((9, 9), 255, np.uint8)
-    found = opened.predict([files[0], tmp_path / "long.png", white], top=10)
-    same(found.iloc[:1], said.iloc[:1])
-    same(found.iloc[1:2], found.iloc[2:])
+    predicted = opened.predict([files[0], tmp_path / "long.png", white], top=10)
+    same(predicted.iloc[:1], answers.iloc[:1])
+    same(predicted.iloc[1:2], predicted.iloc[2:])
 
 
 @pytest.mark.parametrize(
@@ -243,17 +251,19 @@ def test_an_image_of_a_million_rows_is_seen_by_its_middle(opened, said, files, t
         (Image.new("RGB", (5, 0)), "image 0: cannot decode this image: expected pixels, found non"),
     ],
 )
-def test_what_is_no_image_is_refused(opened, images, message):
+def test_wrong_types_of_images_are_refused(opened, images, message):
     with pytest.raises(InputError, match=message):
         opened.predict(images)
 
 
-def test_a_number_of_classes_that_is_none_is_refused(opened, files):
+def test_wrong_number_of_classes_is_refused(opened, files):
     with pytest.raises(InputError, match=r"top: expected a whole number from 1 on, found 2\.0"):
         opened.predict(files, top=2.0)
 
 
-def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, tmp_path, capsys):
+def test_folders_of_known_classes_give_an_accuracy(
+    finished_run, opened, files, answers, tmp_path, capsys
+):
     """CLASS/IMAGE; one folder is of no class that the run has learned, and one image is loose."""
     labels, folder = opened.predictions["label"].copy(), tmp_path / "labelled"
     labels[3:8] = (labels[3:8] + 1) % 10  # in the folder of another class
@@ -263,7 +273,7 @@ def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, t
         shutil.copy(path, folder / name / "deep" / path.name)
     shutil.copy(files[0], folder)
     output = tmp_path / "out.csv"
-    assert predict.main([str(whole), str(folder), f"--output={output}", "--top=2"]) == 0
+    assert predict.main([str(finished_run), str(folder), f"--output={output}", "--top=2"]) == 0
     printed = capsys.readouterr().out
     table = pd.read_csv(output, dtype=str, keep_default_na=False)
     right = table["true_class"] == table["class"]
@@ -277,8 +287,8 @@ def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, t
     count = (table[["true_class", "class"]] == wrong[["true_class", "class"]]).all(axis=1).sum()
     assert f"{wrong['class']} {count}" in row
     page = tmp_path / "page.html"
-    words = [str(whole), str(folder), f"--output={output}", f"--html={page}", "--quiet"]
-    assert predict.main(words) == 0
+    arguments = [str(finished_run), str(folder), f"--output={output}", f"--html={page}", "--quiet"]
+    assert predict.main(arguments) == 0
     mistaken = (~right & (table["true_class"] != "")).sum()
     assert len(re.findall(r'<li class="picture[^"]* mistaken"', page.read_text())) == mistaken
     rows = printed.partition("taken for")[2]
@@ -286,12 +296,12 @@ def test_folders_of_known_classes_give_an_accuracy(whole, opened, files, said, t
     assert shares[0] < shares[-1] and shares == sorted(shares)  # the worst first
 
 
-def test_control_characters_of_names_are_escaped(whole, files, tmp_path, capsys):
+def test_control_characters_of_names_are_escaped(finished_run, files, tmp_path, capsys):
     folder, page, output = tmp_path / "new", tmp_path / "page.html", tmp_path / "out.csv"
     folder.mkdir()
     shutil.copy(files[0], folder / "a\x1b[31m\u202eb.png")
     (folder / "c\x1b[2J.png").write_text("no image")
-    predict.main([str(whole), str(folder), f"--output={output}", f"--html={page}"])
+    predict.main([str(finished_run), str(folder), f"--output={output}", f"--html={page}"])
     for text in (page.read_text(), output.read_text(), *capsys.readouterr()):
         assert "a\\x1b[31m\\u202eb.png" in text or "c\\x1b[2J.png" in text
         assert not re.search("[\x00-\x08\x0b-\x1f\u202e]", text)
@@ -300,7 +310,9 @@ def test_control_characters_of_names_are_escaped(whole, files, tmp_path, capsys)
 # The command -------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_a_table_and_a_page(
+    finished_run, files, answers, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(predict, "_ON_PAGE", 7)
     # Whether or not the package of `.heic` is there.
     monkeypatch.setattr("fdc_jax.data.folder.IMAGE_SUFFIXES", (".jpg", ".png"))
@@ -314,7 +326,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     for other in ("a.HEIC", "b.heic", "c.gif"):
         (folder / other).write_bytes(b"")
     output, page = tmp_path / "out.csv", tmp_path / "out.html"
-    arguments = [str(whole), str(folder), f"--output={output}", f"--html={page}", "--top=10"]
+    arguments = [str(finished_run), str(folder), f"--output={output}", f"--html={page}", "--top=10"]
     assert predict.main(arguments) == 2
     printed = capsys.readouterr()
     errors = printed.err.splitlines()
@@ -324,33 +336,37 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
         f"{folder}: skipped files without the suffix of an image: 3 (2 .heic, 1 .gif; pip"
         in errors[0]
     )
-    changed = int(said["changed"].sum())
-    strange = f"{said['unlike_learned'].sum()} unlike anything learned"
+    changed = int(answers["changed"].sum())
+    strange = f"{answers['unlike_learned'].sum()} unlike anything learned"
     raw = f"raw logits give another class for {changed} images; wrote"
     assert f"50 more; {strange}; {raw}" in printed.out
     assert "answers by class Gaussians, right on" in printed.err and "--method=fdc" in printed.err
     assert "--method=gaussians" not in printed.err
-    table = pd.read_csv(output, dtype={name: str for name in said if "class" in name})
-    same(table, said)
+    table = pd.read_csv(output, dtype={name: str for name in answers if "class" in name})
+    same(table, answers)
     text = page.read_text()
     read = Reader(text)
     assert "60 images, by class Gaussians on " in " ".join(read.texts("h1"))
     pictures = read.all("img")
-    assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
+    assert len(pictures) == 7 and all(
+        picture["src"].startswith("data:image/") for picture in pictures
+    )
     assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
     assert "Answers by class Gaussians, right on " in text and not read.all("table")
     # The least certain of every kind: unlike anything learned, uncertain, and others.
-    sure, unlike = said["confidence"].to_numpy(), said["unlike_learned"].to_numpy()
+    sure, unlike = answers["confidence"].to_numpy(), answers["unlike_learned"].to_numpy()
     kinds = [unlike, ~unlike & (sure < 0.5), ~unlike & (sure >= 0.5)]
     counts = [kind.sum() for kind in kinds]
     of_kind = [np.flatnonzero(kind)[np.argsort(sure[kind], kind="stable")] for kind in kinds]
     numbers = [min(n, 7 // sum(map(bool, counts))) for n in counts]
     numbers[2] = 7 - sum(numbers[:2])
-    rows = np.concatenate([own[:n] for own, n in zip(of_kind, numbers, strict=True)])
+    rows = np.concatenate(
+        [rows_of_kind[:n] for rows_of_kind, n in zip(of_kind, numbers, strict=True)]
+    )
     assert 0 < numbers[0] < 7 and 0 < numbers[2] < 7
-    assert len(read.all("option")) == 1 + said["class"].iloc[rows].nunique()
+    assert len(read.all("option")) == 1 + answers["class"].iloc[rows].nunique()
     names = sorted(folder.glob("*.png"))
-    assert [each["alt"] for each in pictures] == [f"images/{names[row].name}" for row in rows]
+    assert [picture["alt"] for picture in pictures] == [f"images/{names[row].name}" for row in rows]
     assert "<script" not in text and str(tmp_path) not in text
     assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "iframe", "object"})
     assert not re.search(r"(src|href)=\"(?!#|data:)", text)
@@ -371,25 +387,27 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
         (["WHOLE", "IMAGE", "--method=ncm"], "has no calibrator ncm, expected one of fdc, gaussi"),
     ],
 )
-def test_bad_input_is_one_line(whole, files, tmp_path, capsys, monkeypatch, arguments, message):
+def test_wrong_arguments_of_predict_are_one_line(
+    finished_run, files, tmp_path, capsys, monkeypatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("none")
     (tmp_path / "begun").mkdir()
-    shutil.copy(whole / "config.json", tmp_path / "begun")
-    places = {"WHOLE": whole, "EMPTY": tmp_path / "empty", "IMAGE": files[0]}
-    places["BEGUN"] = tmp_path / "begun"
-    assert predict.main([str(places.get(word, word)) for word in arguments]) == 2
+    shutil.copy(finished_run / "config.json", tmp_path / "begun")
+    paths = {"WHOLE": finished_run, "EMPTY": tmp_path / "empty", "IMAGE": files[0]}
+    paths["BEGUN"] = tmp_path / "begun"
+    assert predict.main([str(paths.get(word, word)) for word in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1
     assert printed.err.startswith("fdc_jax.predict: ") and message in printed.err
     assert not list(tmp_path.glob("*.csv"))
 
 
-def test_quiet_prints_errors_alone_and_names_five_classes(whole, files, tmp_path, capsys):
+def test_quiet_prints_errors_alone_and_names_five_classes(finished_run, files, tmp_path, capsys):
     images = [str(path) for path in files[:2]]
     output = tmp_path / "out.csv"
-    assert predict.main([str(whole), *images, f"--output={output}", "--quiet"]) == 0
+    assert predict.main([str(finished_run), *images, f"--output={output}", "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
     ranked = [name for name in pd.read_csv(output) if name.startswith("class")]
     assert ranked == ["class", "class_2", "class_3", "class_4", "class_5"]

@@ -28,32 +28,32 @@ PAGES = {
 
 def commands(text):
     """The commands of all shell blocks, one by one."""
-    found = []
+    commands_found = []
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             line = re.split(r"\s+#", line)[0]
-            found += [part.strip(" &") for part in line.split("&&") if part.strip()]
-    return found
+            commands_found += [part.strip(" &") for part in line.split("&&") if part.strip()]
+    return commands_found
 
 
 def arguments_of(program, pages=PAGES):
     """Arguments of every command of the pages that runs the program, each once."""
-    found = {}
+    by_line = {}
     for text in pages.values():
         for line in commands(text):
-            words = shlex.split(line)
-            words = words[words.index("fdc_jax") + 1 :] if "fdc_jax" in words else words
-            if program in words:
-                arguments = words[words.index(program) + 1 :]
-                found[" ".join(arguments)] = arguments
-    return list(found.values())
+            tokens = shlex.split(line)
+            tokens = tokens[tokens.index("fdc_jax") + 1 :] if "fdc_jax" in tokens else tokens
+            if program in tokens:
+                arguments = tokens[tokens.index(program) + 1 :]
+                by_line[" ".join(arguments)] = arguments
+    return list(by_line.values())
 
 
 def test_the_readme_is_short():
     assert len(README.split()) <= 900
 
 
-def test_every_command_is_of_a_kind_that_is_tested_here():
+def test_every_command_of_the_pages_is_of_a_tested_kind():
     known = (
         *("-m venv", "pip install", "main.py", "-m pytest", "-m fdc_jax", "-m benchmarks."),
         *("bin/ruff", "bin/pyright", "bin/mkdocs", "bin/lint-imports", "jupyter nbconvert"),
@@ -72,23 +72,23 @@ def test_runs_of_the_main_program_have_valid_configurations(arguments):
     command.configured(arguments)
 
 
-@pytest.mark.parametrize("program", [export, predict, report], ids=lambda each: each.__name__)
-def test_commands_have_known_options_and_files(program):
-    for arguments in arguments_of(program.__name__.removesuffix(".__main__").rpartition(".")[2]):
-        options = program.parser().parse_args(arguments)
+@pytest.mark.parametrize("module", [export, predict, report], ids=lambda module: module.__name__)
+def test_commands_have_known_options_and_files(module):
+    for arguments in arguments_of(module.__name__.removesuffix(".__main__").rpartition(".")[2]):
+        options = module.parser().parse_args(arguments)
         assert str(getattr(options, "workdir", "runs/*")).startswith("runs/")
         for path in getattr(options, "reference", ()):
             reference.read(REPOSITORY / path)
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))
-def test_benchmarks_exist(page):
+def test_benchmarks_named_on_pages_exist(page):
     for program in re.findall(r"-m benchmarks\.(\w+)", PAGES[page]):
         assert (REPOSITORY / "benchmarks" / f"{program}.py").is_file(), program
 
 
 def test_posthoc_commands_run(tmp_path, monkeypatch):
-    runs = [words for words in arguments_of("posthoc") if words[0] == "example"]
+    runs = [tokens for tokens in arguments_of("posthoc") if tokens[0] == "example"]
     assert len(runs) >= 2
     monkeypatch.chdir(tmp_path)
     for arguments in runs:
@@ -113,9 +113,9 @@ def test_files_that_a_page_links_to_exist(page):
 
 def test_the_table_of_learners_is_what_the_learners_declare():
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", README, re.MULTILINE)
-    found = {name: sys.modules[learners.find(name).__module__] for name in learners.names()}
+    modules = {name: sys.modules[learners.find(name).__module__] for name in learners.names()}
     # The first line of its file, without its name.
-    lines = {name: (each.__doc__ or "").partition("\n")[0] for name, each in found.items()}
+    lines = {name: (module.__doc__ or "").partition("\n")[0] for name, module in modules.items()}
     assert rows == [(name, line.partition(": ")[2].rstrip(".")) for name, line in lines.items()]
 
 
@@ -127,26 +127,26 @@ def test_the_learner_that_the_readme_shows_runs(tmp_path, cache):
         if "(Learner)" in block
     ]
     (arguments,) = [
-        words
-        for words in arguments_of("main.py", {"": README})
-        if "linear_probe" in " ".join(words)
+        tokens
+        for tokens in arguments_of("main.py", {"": README})
+        if "linear_probe" in " ".join(tokens)
     ]
     (tmp_path / "linear_probe.py").write_text(code)
     process = small_runs.start(None, *arguments, "--quiet", cache=cache, cwd=tmp_path)
     small_runs.finish(process)
-    found = small_runs.results(tmp_path / "runs" / "probe")
-    assert found["learner"] == "linear_probe"
-    assert found["config"]["learner.linear_probe.temperature"] == 0.5
-    assert found["accuracy"]["oracle"] > 80
-    assert found["accuracy"]["fdc"] > found["accuracy"]["raw"]
+    record = small_runs.results(tmp_path / "runs" / "probe")
+    assert record["learner"] == "linear_probe"
+    assert record["config"]["learner.linear_probe.temperature"] == 0.5
+    assert record["accuracy"]["oracle"] > 80
+    assert record["accuracy"]["fdc"] > record["accuracy"]["raw"]
     fdc = ("-m", "fdc_jax")
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "FDC_JAX_CACHE": str(cache)}
     learner = "--learner=linear_probe"
-    for words in (
+    for tokens in (
         ("export", "runs/probe", "model", learner),
         ("paper", "--benchmarks=digits", "--learners=linear_probe", "--seeds=1", *SMALL),
     ):
-        small_runs.python(*fdc, *words, cwd=tmp_path, env=environment)
+        small_runs.python(*fdc, *tokens, cwd=tmp_path, env=environment)
     results = small_runs.results(tmp_path / "runs/paper/digits/linear_probe/seed_1")
     assert results["learner"] == "linear_probe"
     assert (tmp_path / "runs/paper/digits/linear_probe/seed_1/latency.json").exists()

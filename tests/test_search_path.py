@@ -19,17 +19,17 @@ SETTINGS = "axes.prop_cycle: cycler(unknown, ['r'])\n"
 @pytest.fixture(scope="module")
 def loaded_by_python():
     """Names of the modules that `python -m` loads before it runs the first line of a module."""
-    words = [sys.executable, "-P", "-c", "import runpy, sys; print(*sys.modules)"]
-    printed = subprocess.run(words, capture_output=True, check=True, text=True).stdout
+    command = [sys.executable, "-P", "-c", "import runpy, sys; print(*sys.modules)"]
+    printed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     return {name.partition(".")[0] for name in printed.split()}
 
 
 @pytest.fixture
-def stranger(whole, tmp_path, loaded_by_python):
+def stranger(finished_run, tmp_path, loaded_by_python):
     """A folder with an export, an image, and files named as modules that write a marker."""
     folder, marker = tmp_path / "stranger", tmp_path / "marker"
-    export.write(whole, folder / "model")
-    run = export.open_run(whole)
+    export.write(finished_run, folder / "model")
+    run = export.open_run(finished_run)
     run.tasks.test.image(0).save(folder / "image.png")
     trap = TRAP.format(marker=str(marker))
     names = {*OPTIONAL, *sys.stdlib_module_names} - loaded_by_python - {"__main__"}
@@ -53,14 +53,14 @@ def stranger(whole, tmp_path, loaded_by_python):
     return folder
 
 
-def run_in(folder, cache, *words, path=(str(small_runs.REPOSITORY),), code=0):
+def run_in(folder, cache, *command, path=(str(small_runs.REPOSITORY),), code=0):
     """Runs Python in a folder; returns its errors and the traps that ran."""
     variables = {"PYTHONPATH": os.pathsep.join(path), "FDC_JAX_CACHE": str(cache)}
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | variables
-    words = [sys.executable, *map(str, words)]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     marker = folder.parent / "marker"
-    assert not marker.exists(), (words, sorted({*marker.read_text().split()}))
+    assert not marker.exists(), (command, sorted({*marker.read_text().split()}))
     assert done.returncode == code, done.stderr
     assert "matplotlibrc" not in done.stderr
     return done

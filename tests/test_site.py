@@ -32,14 +32,14 @@ def leaves(nav):
     return [leaf for part in parts for leaf in leaves(part)]
 
 
-def test_every_page_and_every_package_is_in_the_navigation_once():
+def test_navigation_has_every_page_and_package_once():
     pages = (*DOCS.rglob("*.md"), *NOTEBOOKS)
     expected = [page.relative_to(DOCS).with_suffix(".md").as_posix() for page in pages]
     for init in PACKAGE.rglob("__init__.py"):
         expected.append(f"api/{'.'.join(init.parent.relative_to(REPOSITORY).parts)}.md")
-    found = leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
-    found = [place for place in found if not place.startswith("repository/")]
-    assert sorted(found) == sorted(expected)
+    actual = leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
+    actual = [path for path in actual if not path.startswith("repository/")]
+    assert sorted(actual) == sorted(expected)
 
 
 def is_there(name):
@@ -47,14 +47,14 @@ def is_there(name):
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(["fdc_jax", *parts[:count]]))
+            value = importlib.import_module(".".join(["fdc_jax", *parts[:count]]))
         except ModuleNotFoundError:
             continue
         for part in parts[count:]:
-            named = part in getattr(found, "__annotations__", ())
-            if not (named or hasattr(found, part)):
-                return found is calibration.FDC and part in vars(found())
-            found = getattr(found, part, None)
+            named = part in getattr(value, "__annotations__", ())
+            if not (named or hasattr(value, part)):
+                return value is calibration.FDC and part in vars(value())
+            value = getattr(value, part, None)
         return True
     return False
 
@@ -85,7 +85,7 @@ def is_unexpected(output):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebooks_compile_and_hold_what_their_cells_gave(path):
+def test_notebooks_compile_and_hold_their_outputs(path):
     transformers = pytest.importorskip("IPython.core.inputtransformer2")
     assert path.stat().st_size < 400_000
     notebook = json.loads(path.read_text())
@@ -138,9 +138,9 @@ class Page(HTMLParser):
         self.tags.add(tag)
         self.ids.add(given.get("id"))
         loads = tag != "a" and given.get("rel") not in ("prev", "next", "canonical")
-        place = given.get("src") or given.get("href")
-        if place:
-            (self.loaded if loads else self.linked).append(place)
+        target = given.get("src") or given.get("href")
+        if target:
+            (self.loaded if loads else self.linked).append(target)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ CUT = (
 
 @pytest.mark.ci
 @pytest.mark.parametrize("width", [1280, 390])
-def test_pages_fit_screens_and_cut_no_command_of_the_start(browser, site, width):
+def test_pages_fit_screens_and_cut_no_command(browser, site, width):
     opened = browser.new_page(viewport={"width": width, "height": 900})
     for path in sorted(
         {*site.glob("*.html"), *site.glob("tutorials/*.html")} - {site / "404.html"}
@@ -175,22 +175,22 @@ def test_pages_fit_screens_and_cut_no_command_of_the_start(browser, site, width)
 
 
 @pytest.mark.ci
-def test_the_site_links_to_what_is_there_and_loads_nothing_from_elsewhere(site):
+def test_links_of_the_site_exist_and_nothing_else_is_loaded(site):
     # The report is there without its other files; the page for what is missing has absolute links.
     left = ("404.html", "example_report.html")
     pages = {path: Page(path) for path in site.rglob("*.html") if path.name not in left}
     assert len(pages) > 40
     for path, page in pages.items():
-        for place in page.loaded:
-            assert not urlsplit(place).netloc, (path, place)
-        for place in (*page.loaded, *page.linked):
-            found = urlsplit(place)
-            if found.scheme or found.netloc:
+        for link in page.loaded:
+            assert not urlsplit(link).netloc, (path, link)
+        for link in (*page.loaded, *page.linked):
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
                 continue
-            target = (path.parent / unquote(found.path)).resolve() if found.path else path
-            assert target.is_file(), (path, place)
-            if found.fragment and target in pages:
-                assert unquote(found.fragment) in pages[target].ids, (path, place)
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            assert target.is_file(), (path, link)
+            if parts.fragment and target in pages:
+                assert unquote(parts.fragment) in pages[target].ids, (path, link)
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", sheet.read_text()), sheet
 
@@ -199,10 +199,10 @@ def test_the_site_links_to_what_is_there_and_loads_nothing_from_elsewhere(site):
         assert 'display="block"' in (site / f"{name}.html").read_text()
     for path in NOTEBOOKS:
         page = pages[site / path.relative_to(DOCS).with_suffix(".html")]
-        assert any(place.startswith(f"{path.stem}_files/") for place in page.loaded)
+        assert any(link.startswith(f"{path.stem}_files/") for link in page.loaded)
         assert path.name in page.linked
     index = json.loads((site / "search" / "search_index.json").read_text())
-    text = re.sub("<[^>]+>", " ", " ".join(each["text"] for each in index["docs"]))
+    text = re.sub("<[^>]+>", " ", " ".join(entry["text"] for entry in index["docs"]))
     assert {"heic", "heif", "typicality"} <= {*re.split(index["config"]["separator"], text)}
     names = pages[site / "api" / "fdc_jax.calibration.html"].ids
     assert "fdc_jax.calibration.calibrator.Calibrator.fit_task" in names

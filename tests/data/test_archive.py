@@ -33,7 +33,7 @@ PACKED = pytest.mark.parametrize(
 
 
 @PACKED
-def test_an_archive_is_unpacked_once_until_it_changes(tmp_path, pack, name):
+def test_archive_is_unpacked_again_only_after_a_change(tmp_path, pack, name):
     path = tmp_path / name
     pack(path, b"content")
     folder = archive.unpack(path, tmp_path / "cache")
@@ -61,7 +61,7 @@ def test_archives_of_equal_size_and_date_are_different(tmp_path):
 
 
 @PACKED
-def test_damaged_archives(tmp_path, pack, name):
+def test_damaged_archive_is_named_and_leaves_no_folder(tmp_path, pack, name):
     pack(tmp_path / name, os.urandom(5000))
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:2500])
@@ -232,7 +232,7 @@ def test_a_zip_that_is_longer_than_it_says_is_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("cut", ["between members", "in a header"])
-def test_a_tar_that_ends_early_is_damaged(tmp_path, cut):
+def test_truncated_tar_is_damaged(tmp_path, cut):
     pack_members(tmp_path / "o.tar", [regular("a"), regular("b"), regular("c")])
     content = bytearray((tmp_path / "o.tar").read_bytes())
     if cut == "between members":
@@ -258,7 +258,7 @@ GBK = "苹果/1.png".encode("gbk")
         ("Äpfel/1.png".encode("latin-1"), None),
     ],
 )
-def test_names_in_an_unknown_encoding_are_named(tmp_path, name, expected):
+def test_zip_names_in_an_unknown_encoding_are_refused(tmp_path, name, expected):
     with zipfile.ZipFile(tmp_path / "o.zip", "w") as packed:
         packed.writestr("x" * len(name), b"content")
     content = (tmp_path / "o.zip").read_bytes().replace(b"x" * len(name), name)
@@ -272,14 +272,14 @@ def test_names_in_an_unknown_encoding_are_named(tmp_path, name, expected):
     assert str(tmp_path / "o.zip") in str(error.value) and repr(name) in str(error.value)
 
 
-def test_names_of_a_tar_in_another_encoding_are_named(tmp_path):
+def test_tar_names_in_another_encoding_are_refused(tmp_path):
     with tarfile.open(tmp_path / "o.tar", "w", encoding="gbk", format=tarfile.GNU_FORMAT) as packed:
         packed.addfile(tarfile.TarInfo("苹果/1.png"))
     with pytest.raises(InputError, match=re.escape(f"expected names in UTF-8, found {GBK!r}")):
         archive.unpack(tmp_path / "o.tar", tmp_path / "cache")
 
 
-def test_a_stop_while_an_archive_is_unpacked_is_no_damage(tmp_path, monkeypatch):
+def test_signal_while_unpacking_is_not_damage(tmp_path, monkeypatch):
     pack_zip(tmp_path / "o.zip", b"content")
 
     def stop(*_):
@@ -315,7 +315,7 @@ def test_paths_of_windows_programs_are_folders(tmp_path):
 
 @pytest.mark.parametrize(("pack", "name"), [(pack_zip, "o.zip"), (pack_tar, "o.tar.gz")])
 @pytest.mark.parametrize(("free", "limit"), [(2**40, "1,000"), (900, "the 900 that are free")])
-def test_an_archive_that_grows_beyond_measure_is_refused(
+def test_archive_that_would_fill_the_disk_is_refused(
     tmp_path, monkeypatch, pack, name, free, limit
 ):
     monkeypatch.setattr(archive, "_ALWAYS_ALLOWED", 1000)

@@ -31,17 +31,17 @@ def test_the_stream_of_a_seed_does_not_change_between_releases():
 
 def test_every_coordinate_changes_the_stream():
     coordinates = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0), (0, 0, 1)]
-    assert len({tuple(epoch_permutation(50, *each)) for each in coordinates}) == 6
-    assert len({tuple(epoch_uniforms(2, *each).ravel()) for each in coordinates}) == 6
+    assert len({tuple(epoch_permutation(50, *row)) for row in coordinates}) == 6
+    assert len({tuple(epoch_uniforms(2, *row).ravel()) for row in coordinates}) == 6
 
 
 def collect(batches):
     return [(b.images.copy(), b.labels.copy(), b.weights.copy()) for b in batches]
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         for x, y in zip(a, b, strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -62,10 +62,10 @@ def photo_source(plain_source, photo, encode):
 def test_batches_do_not_depend_on_threads_or_start(photo_source, n, batch_size, start, workers):
     arguments = (photo_source, np.arange(n)[::-1], None, batch_size, 1, 2)
     options = dict(image_size=8, epochs=3)
-    whole = TrainBatches(*arguments, workers=1, **options)
+    complete = TrainBatches(*arguments, workers=1, **options)
     part = TrainBatches(*arguments, start_step=start, workers=workers, **options)
-    expected = collect(whole)
-    assert len(expected) == whole.num_steps == 3 * -(-n // batch_size)
+    expected = collect(complete)
+    assert len(expected) == complete.num_steps == 3 * -(-n // batch_size)
     assert_same(collect(part), expected[start:])
 
 
@@ -74,20 +74,20 @@ def test_batches_follow_their_definition(photo_source, flip):
     indices, labels = np.array([4, 9, 0, 2, 7]), np.array([10, 11, 12, 13, 14])
     options = dict(image_size=16, epochs=2, crop_scale=(0.3, 0.9), flip=flip)
     batches = TrainBatches(photo_source, indices, labels, 2, 6, 3, **options)
-    found = collect(batches)
+    actual = collect(batches)
     assert batches.steps_per_epoch == 3
-    assert [part.dtype for part in found[0]] == [np.uint8, np.int32, np.float32]
+    assert [part.dtype for part in actual[0]] == [np.uint8, np.int32, np.float32]
     for epoch in range(2):
         order = epoch_permutation(5, 6, 3, epoch)
         assert sorted(order) == [*range(5)]
         uniforms = epoch_uniforms(5, 6, 3, epoch)
-        for place, row in enumerate(order):
-            batch_images, batch_labels, batch_weights = found[3 * epoch + place // 2]
+        for position, row in enumerate(order):
+            batch_images, batch_labels, batch_weights = actual[3 * epoch + position // 2]
             image = images.decode(photo_source.read(int(indices[row])), "x")
             expected = images.train_transform(image, 16, uniforms[row], (0.3, 0.9), flip)
-            np.testing.assert_array_equal(batch_images[place % 2], expected)
-            assert batch_labels[place % 2] == labels[row]
-            assert batch_weights[place % 2] == 1.0
+            np.testing.assert_array_equal(batch_images[position % 2], expected)
+            assert batch_labels[position % 2] == labels[row]
+            assert batch_weights[position % 2] == 1.0
 
 
 def test_the_last_batch_is_padded(plain_source):
@@ -157,7 +157,7 @@ def test_decoded_images_give_the_same_pixels(photo_source, limit):
     assert sum(reads.values()) == 11 - count
 
 
-def test_kinds_of_pixels_share_a_limit_and_are_forgotten_apart():
+def test_caches_of_pixels_share_a_limit_and_are_cleared_apart():
     cache = ByteCache(10)
     for kind, size in (("a", 6), ("b", 5), ("b", 4)):
         cache.put((kind, 0), np.zeros(size, np.uint8))
@@ -169,15 +169,15 @@ def test_kinds_of_pixels_share_a_limit_and_are_forgotten_apart():
 def test_processes_together_read_each_image_once(photo_source):
     """Each its own rows of every batch, with labels and weights of all."""
     arguments, options = (np.arange(11), None, 4, 3, 0), dict(image_size=24)
-    whole = collect(TrainBatches(photo_source, *arguments, **options))
+    complete = collect(TrainBatches(photo_source, *arguments, **options))
     owners = np.array([True, False, True, False])
     total = collections.Counter()
-    for own in (owners, ~owners):
+    for rows_read in (owners, ~owners):
         source, reads = counting(photo_source)
-        part = collect(TrainBatches(source, *arguments, own_rows=own, **options))
-        for found, expected in zip(part, whole, strict=True):
-            np.testing.assert_array_equal(found[0][own], expected[0][own])
-            assert_same([found[1:]], [expected[1:]])
+        part = collect(TrainBatches(source, *arguments, own_rows=rows_read, **options))
+        for actual, expected in zip(part, complete, strict=True):
+            np.testing.assert_array_equal(actual[0][rows_read], expected[0][rows_read])
+            assert_same([actual[1:]], [expected[1:]])
         assert len(reads) < 11
         total += reads
     assert total == collections.Counter(range(11))

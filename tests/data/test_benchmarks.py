@@ -27,11 +27,11 @@ PER_TEN = {
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_table_is_the_papers(name):
+def test_table_of_benchmarks_is_that_of_the_paper(name):
     row = benchmarks.BENCHMARKS[name]
     counts = row.task_test_counts
-    found = (row.num_classes, len(counts), row.classes_per_task, row.num_train, sum(counts))
-    assert (row.name, found) == (name, PAPER[name])
+    actual = (row.num_classes, len(counts), row.classes_per_task, row.num_train, sum(counts))
+    assert (row.name, actual) == (name, PAPER[name])
 
 
 @pytest.mark.parametrize("name", PER_TEN)

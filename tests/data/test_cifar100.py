@@ -51,7 +51,7 @@ def assert_is_cifar(splits, pixels):
         shown = [np.asarray(split.image(index)) for index in range(len(split))]
         np.testing.assert_array_equal(shown, pixels[name].transpose(0, 2, 3, 1))
         assert split.pixel_hashes() == [*map(images.pixels_sha256, shown)]
-    benchmarks.verify("cifar100", *(each.labels for each in splits), FINE)
+    benchmarks.verify("cifar100", *(dataset.labels for dataset in splits), FINE)
 
 
 def test_published_checksum_is_the_one_of_tfds():
@@ -60,7 +60,7 @@ def test_published_checksum_is_the_one_of_tfds():
     assert path.read_text().split() == expected
 
 
-def test_it_is_downloaded_at_the_first_start(tmp_path, pixels, served, monkeypatch):
+def test_cifar100_is_downloaded_at_the_first_start(tmp_path, pixels, served, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
 
     def opened(cache):

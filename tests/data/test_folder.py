@@ -34,9 +34,9 @@ def divided(photos, tmp_path):
     """The same in train/CLASS and test/CLASS: the first two of each class are for testing."""
     for path in sorted(photos.rglob("*.jpg")):
         split = "test" if int(path.stem) < 2 else "train"
-        place = tmp_path / "divided" / split / path.parent.name
-        place.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, place)
+        class_folder = tmp_path / "divided" / split / path.parent.name
+        class_folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, class_folder)
     return tmp_path / "divided"
 
 
@@ -51,7 +51,7 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize(("other", "depth"), [("test", ""), ("val", "a"), ("validation", "a/b")])
-def test_a_divided_folder(tmp_path, divided, opened, other, depth):
+def test_folder_with_train_and_test_is_read_as_given(tmp_path, divided, opened, other, depth):
     (divided / "test").rename(divided / other)
     if depth:
         (tmp_path / "around" / depth).mkdir(parents=True)
@@ -62,27 +62,27 @@ def test_a_divided_folder(tmp_path, divided, opened, other, depth):
     assert np.bincount(train.labels).tolist() == [2, 3, 5]
     assert np.bincount(test.labels).tolist() == [2, 2, 2]
     assert train.partition == test.partition == "given"
-    for split, each in (("train", train), (other, test)):
-        assert sorted(each.ids, key=lambda name: name.split("/")) == list(each.ids)
-        for index, name in enumerate(each.ids):
-            assert each.read(index) == (divided / split / name).read_bytes()
-            assert each.class_names[each.labels[index]] == name.partition("/")[0]
+    for split, dataset in (("train", train), (other, test)):
+        assert sorted(dataset.ids, key=lambda name: name.split("/")) == list(dataset.ids)
+        for index, name in enumerate(dataset.ids):
+            assert dataset.read(index) == (divided / split / name).read_bytes()
+            assert dataset.class_names[dataset.labels[index]] == name.partition("/")[0]
 
 
-def test_an_undivided_folder_is_divided_within_each_class_by_names(photos, opened):
+def test_undivided_folder_is_split_per_class_by_hashed_names(photos, opened):
     train, test = opened(photos, 0.3)
     assert train.partition == "0.3 of each class"
     for name, count in CLASSES.items():
         every = [f"{name}/{number}.jpg" for number in range(count)]
-        drawn = sorted(every, key=lambda each: hashlib.sha256(each.encode()).hexdigest())
-        found = {each for each in test.ids if each.startswith(name)}
-        assert found == set(drawn[: round(0.3 * count)])
+        drawn = sorted(every, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+        actual = {image_id for image_id in test.ids if image_id.startswith(name)}
+        assert actual == set(drawn[: round(0.3 * count)])
     assert sorted((*train.ids, *test.ids)) == sorted(
         path.relative_to(photos).as_posix() for path in photos.rglob("*.jpg")
     )
     shutil.copytree(photos / "ant", photos / "aardvark")
     again = opened(photos, 0.3, allow_overlap=True)[1]
-    assert tuple(each for each in again.ids if not each.startswith("aardvark")) == test.ids
+    assert tuple(name for name in again.ids if not name.startswith("aardvark")) == test.ids
 
 
 @pytest.mark.parametrize("names", [("training", "testing"), ("Train", "Test"), ("a", "b")])
@@ -97,11 +97,11 @@ def test_no_folder_of_classes_is_left_out_silently(photos, opened, names):
 @pytest.mark.parametrize("share", [0.01, 0.99])
 def test_no_class_is_without_images_for_training_or_testing(photos, opened, share):
     expected = [[3, 4, 6], [1, 1, 1]]
-    found = [np.bincount(each.labels).tolist() for each in opened(photos, share)]
-    assert found == (expected if share < 0.5 else expected[::-1])
+    actual = [np.bincount(split.labels).tolist() for split in opened(photos, share)]
+    assert actual == (expected if share < 0.5 else expected[::-1])
 
 
-def test_hidden_files_and_folders_of_systems_are_no_data(divided, opened):
+def test_hidden_files_and_system_folders_are_skipped(divided, opened):
     for hidden in (".hidden.png", "._0.jpg"):
         (divided / "train" / "ant" / hidden).write_text("")
     systems = (".thumbnails", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found")
@@ -183,7 +183,7 @@ NOTED = {
 
 
 @pytest.mark.parametrize(("change", "paths", "text"), NOTED.values(), ids=NOTED)
-def test_whatever_a_search_passes_over_is_counted_and_named(divided, opened, change, paths, text):
+def test_every_skipped_path_is_counted_and_named(divided, opened, change, paths, text):
     before = opened(divided)
     change(divided)
     for _ in range(2):  # Every time.
@@ -195,7 +195,7 @@ def test_whatever_a_search_passes_over_is_counted_and_named(divided, opened, cha
         assert text in train.skipped.text()
 
 
-def test_a_folder_behind_a_link_is_met_by_its_own_path(divided, opened):
+def test_linked_folder_is_searched_once_by_its_own_path(divided, opened):
     (divided / "train/ant").rename(divided.parent / "elsewhere")
     (divided / "train/ant").symlink_to("../../elsewhere")
     (divided / "train/Bee/0").symlink_to("../cat 10")  # Comes before it.
@@ -212,13 +212,13 @@ def test_names_of_classes_are_compared_in_one_unicode_form(divided, opened):
     assert np.bincount(test.labels).tolist() == [2, 2, 2]
 
 
-def test_a_file_name_that_is_no_text_works(photos, opened):
+def test_file_name_that_is_not_utf8_is_accepted(photos, opened):
     os.rename(photos / "ant/1.jpg", os.fsencode(photos / "ant") + b"/caf\xe9.jpg")
     for train, test in (opened(photos), opened(photos)):
         assert len({train.checksum, test.checksum, *class_checksums(train, test).values()}) == 5
 
 
-def test_only_what_is_new_or_changed_is_looked_at(divided, opened, monkeypatch, tmp_path):
+def test_only_new_or_changed_images_are_decoded(divided, opened, monkeypatch, tmp_path):
     looked = []
 
     def watched(encoded, description, upright=False, examine=images.examine):
@@ -233,7 +233,7 @@ def test_only_what_is_new_or_changed_is_looked_at(divided, opened, monkeypatch, 
         images.pixels_sha256(np.asarray(first[0].image(index))) for index in range(len(first[0]))
     ]
     looked.clear()
-    assert [each.checksum for each in opened(divided)] == [each.checksum for each in first]
+    assert [split.checksum for split in opened(divided)] == [split.checksum for split in first]
     assert looked == []
     shutil.copy(divided / "test/ant/0.jpg", divided / "test/ant/new.jpg")
     os.utime(divided / "train/ant/2.jpg", ns=(1, 1))
@@ -306,7 +306,7 @@ def test_an_image_that_changes_during_a_run_is_refused(divided, opened):
         train.image(index)
 
 
-def test_orientation_is_applied_to_images_of_ones_own(divided, opened, photo):
+def test_orientation_is_applied_to_own_images(divided, opened, photo):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     photo(30, 10).save(divided / "test" / "ant" / "0.jpg", exif=exif)
@@ -318,9 +318,7 @@ def test_orientation_is_applied_to_images_of_ones_own(divided, opened, photo):
     assert sizes == [(10, 30), (30, 10)] and checksums[0] != checksums[1]
 
 
-def test_every_unreadable_image_is_named_and_the_others_are_not_looked_at_again(
-    divided, opened, monkeypatch
-):
+def test_unreadable_images_are_named_and_others_kept(divided, opened, monkeypatch):
     good = (divided / "train/ant/2.jpg").read_bytes()
     (divided / "train/Bee/2.jpg").write_bytes(b"")
     (divided / "test/ant/0.jpg").write_text("not an image")
@@ -337,7 +335,7 @@ def test_every_unreadable_image_is_named_and_the_others_are_not_looked_at_again(
     assert len(looked) == 3
 
 
-def test_an_image_of_train_in_test_is_refused_unless_it_is_allowed(divided, opened):
+def test_training_image_in_test_is_refused_unless_allowed(divided, opened):
     shutil.copy(divided / "train/ant/3.jpg", divided / "test/Bee/7.jpg")
     message = (
         r"no image of train in test, found 1, such as \S+/test/Bee/7.jpg, which is "
@@ -505,13 +503,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "share", "message"), REFUSED.values(), ids=REFUSED)
-def test_folders_that_are_refused(photos, opened, change, share, message):
+def test_wrong_layouts_are_refused(photos, opened, change, share, message):
     change(photos)
     with pytest.raises(InputError, match=message):
         opened(photos, share)
 
 
-def test_a_file_of_endless_size_is_not_read(tmp_path):
+def test_image_file_above_one_gib_is_not_read(tmp_path):
     with open(tmp_path / "big.png", "wb") as file:
         file.truncate(2**30 + 1)
     with pytest.raises(
@@ -520,7 +518,7 @@ def test_a_file_of_endless_size_is_not_read(tmp_path):
         folder.content(tmp_path / "big.png")
 
 
-def test_a_folder_that_cannot_be_read_is_not_passed_over(divided, opened, monkeypatch):
+def test_unreadable_folder_is_an_error(divided, opened, monkeypatch):
     def closed(path, scan=os.scandir):
         if str(path).endswith("ant"):
             raise PermissionError(13, "Permission denied", str(path))
@@ -543,7 +541,7 @@ def test_class_names_have_no_control_characters(tmp_path, name):
     assert str(raised.value).isprintable()
 
 
-def test_a_benchmark_is_counted_before_an_image_is_decoded(tmp_path):
+def test_benchmark_is_counted_before_any_image_is_decoded(tmp_path):
     for split in ("train", "test"):
         (tmp_path / "omni" / split / "one").mkdir(parents=True)
         (tmp_path / "omni" / split / "one" / "1.png").write_text("no image")

@@ -31,10 +31,10 @@ def evaluation_reference(image, image_size):
 @pytest.mark.parametrize("image_size", [224, 97])
 def test_evaluation_transform_is_pilots(photo, size, image_size):
     image = photo(*size)
-    found = images.evaluation_transform(image, image_size)
-    assert found.shape == (image_size, image_size, 3)
-    assert found.dtype == np.uint8
-    np.testing.assert_array_equal(found, evaluation_reference(image, image_size))
+    actual = images.evaluation_transform(image, image_size)
+    assert actual.shape == (image_size, image_size, 3)
+    assert actual.dtype == np.uint8
+    np.testing.assert_array_equal(actual, evaluation_reference(image, image_size))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -48,8 +48,8 @@ def test_train_transform_crops_then_resizes_then_mirrors(photo, size):
         straight = np.asarray(Image.fromarray(part).resize((64, 64), resample=2))
         expected = straight[:, ::-1] if last < 0.5 else straight
         np.testing.assert_array_equal(images.train_transform(image, 64, uniforms), expected)
-        found = images.train_transform(image, 64, uniforms, flip=False)
-        np.testing.assert_array_equal(found, straight)
+        actual = images.train_transform(image, 64, uniforms, flip=False)
+        np.testing.assert_array_equal(actual, straight)
 
 
 def crop_reference(width, height, generator, scale, ratio=(3 / 4, 4 / 3)):
@@ -70,7 +70,7 @@ def crop_reference(width, height, generator, scale, ratio=(3 / 4, 4 / 3)):
 def test_crop_boxes_are_distributed_as_torchvisions(size, scale):
     n = 8000
     uniforms = np.random.default_rng(0).random((n, images.NUM_UNIFORMS))
-    found = np.array([images.random_crop_box(*size, row, scale) for row in uniforms])
+    actual = np.array([images.random_crop_box(*size, row, scale) for row in uniforms])
     generator = np.random.default_rng(1)
     expected = np.array([crop_reference(*size, generator, scale) for _ in range(n)])
 
@@ -79,12 +79,12 @@ def test_crop_boxes_are_distributed_as_torchvisions(size, scale):
         width, height = right - left, bottom - top
         return width * height, width / height, left, left / np.maximum(size[0] - width, 1)
 
-    for a, b in zip(quantities(found), quantities(expected), strict=True):
+    for a, b in zip(quantities(actual), quantities(expected), strict=True):
         assert stats.ks_2samp(a, b).pvalue > 1e-3
     # Position and area are independent given the size: a shared random number would show here.
-    free = found[:, 0] / np.maximum(size[0] - (found[:, 2] - found[:, 0]), 1)
-    down = found[:, 1] / np.maximum(size[1] - (found[:, 3] - found[:, 1]), 1)
-    roomy = (found[:, 2:] - found[:, :2] < 0.8 * np.array(size)).all(axis=1)
+    free = actual[:, 0] / np.maximum(size[0] - (actual[:, 2] - actual[:, 0]), 1)
+    down = actual[:, 1] / np.maximum(size[1] - (actual[:, 3] - actual[:, 1]), 1)
+    roomy = (actual[:, 2:] - actual[:, :2] < 0.8 * np.array(size)).all(axis=1)
     assert abs(stats.spearmanr(free[roomy], down[roomy]).statistic) < 0.06
 
 
@@ -131,35 +131,35 @@ def test_decode_gives_rgb_without_transparency(photo, encode):
 
 def test_transparent_pixels_of_photographs_lie_on_white(photo, encode):
     image = photo(20, 10)
-    half, palette = image.copy(), image.convert("P")
-    half.putalpha(128)
+    translucent, palette = image.copy(), image.convert("P")
+    translucent.putalpha(128)
     expected = np.asarray(image, float) * 128 / 255 + 127
-    found = np.asarray(images.decode(encode(half), "x", upright=True), float)
-    np.testing.assert_allclose(found, expected, atol=1)
+    actual = np.asarray(images.decode(encode(translucent), "x", upright=True), float)
+    np.testing.assert_allclose(actual, expected, atol=1)
     index = palette.getpixel((3, 4))
-    found = np.asarray(images.decode(encode(palette, transparency=index), "x", upright=True))
+    actual = np.asarray(images.decode(encode(palette, transparency=index), "x", upright=True))
     clear = np.asarray(palette) == index
-    assert (found[clear] == 255).all()
-    np.testing.assert_array_equal(found[~clear], np.asarray(palette.convert("RGB"))[~clear])
+    assert (actual[clear] == 255).all()
+    np.testing.assert_array_equal(actual[~clear], np.asarray(palette.convert("RGB"))[~clear])
 
 
 SIXTEEN_BITS = np.array([[0, 7, 255, 256, 32768, 65535]], np.uint16)
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF", "PGM"])
-def test_of_sixteen_bits_the_upper_eight_are_kept(encode, file_format):
+def test_upper_eight_of_sixteen_bits_are_kept(encode, file_format):
     content = b"P5 6 1 65535\n" + SIXTEEN_BITS.astype(">u2").tobytes()
     if file_format != "PGM":
         content = encode(SIXTEEN_BITS, file_format)
-    found = np.asarray(images.decode(content, "x"))
-    np.testing.assert_array_equal(found, grey_to_rgb([[0, 0, 0, 1, 128, 255]]))
+    actual = np.asarray(images.decode(content, "x"))
+    np.testing.assert_array_equal(actual, grey_to_rgb([[0, 0, 0, 1, 128, 255]]))
 
 
 @pytest.mark.parametrize("bits", [8, 12, 16])
 def test_fewer_bits_in_sixteen_are_not_black(encode, bits):
     pixels = np.array([[0, 2 ** (bits - 1), 2**bits - 1]], np.uint16)
-    found = np.asarray(images.decode(encode(pixels, "TIFF"), "x"))
-    np.testing.assert_array_equal(found, grey_to_rgb([[0, 128, 255]]))
+    actual = np.asarray(images.decode(encode(pixels, "TIFF"), "x"))
+    np.testing.assert_array_equal(actual, grey_to_rgb([[0, 128, 255]]))
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
@@ -223,33 +223,33 @@ def test_an_image_of_too_many_pixels_is_named(encode):
 
 
 @pytest.mark.parametrize(
-    ("pixels", "found"),
+    ("pixels", "kind"),
     [(np.float32, "floating-point numbers"), (np.int32, "32-bit integers")],
 )
-def test_pixels_without_a_white_are_refused(encode, pixels, found):
+def test_float_and_32_bit_pixels_are_refused(encode, pixels, kind):
     encoded = encode(SIXTEEN_BITS.astype(pixels), "TIFF")
-    with pytest.raises(InputError, match=rf"^a/b.tif: .*8 or 16 bits, .* {found}$"):
+    with pytest.raises(InputError, match=rf"^a/b.tif: .*8 or 16 bits, .* {kind}$"):
         images.decode(encoded, "a/b.tif")
 
 
 @pytest.mark.parametrize("mode", ["P", "L", "LA", "RGBA", "1", "CMYK", "I;16"])
-def test_what_pillow_opened_is_like_its_file_and_stays_as_it_is(photo, encode, mode):
+def test_opened_pillow_image_decodes_as_its_file(photo, encode, mode):
     image = photo(20, 12).convert("L" if mode == "I;16" else mode)
     if mode == "I;16":
         image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
     options = {"transparency": bytes([0, 128])} if mode == "P" else {}
     content = encode(image, "TIFF" if mode == "CMYK" else "PNG", **options)
     opened = Image.open(io.BytesIO(content))
-    found = images.decode(opened, "it")
-    assert found.mode == "RGB"
-    np.testing.assert_array_equal(found, images.decode(content, "file"))
+    actual = images.decode(opened, "it")
+    assert actual.mode == "RGB"
+    np.testing.assert_array_equal(actual, images.decode(content, "file"))
     assert opened.mode == mode and opened.size == (20, 12)
     assert opened.info.get("transparency") == options.get("transparency")
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_photographs_are_turned_upright_where_asked(photo, encode, file_format, orientation):
+def test_orientation_is_applied_on_request(photo, encode, file_format, orientation):
     image, exif = photo(30, 10), Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     content = encode(image, file_format, exif=exif)
@@ -260,21 +260,21 @@ def test_photographs_are_turned_upright_where_asked(photo, encode, file_format, 
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_heic_is_read_upright_where_its_package_is(encode, orientation):
+def test_heic_is_read_upright(encode, orientation):
     pytest.importorskip("pillow_heif")
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     image = Image.fromarray(np.array([[[250, 0, 0]] * 32 + [[0, 0, 250]] * 32] * 48, np.uint8))
-    found = images.decode(encode(image, "HEIF", exif=exif.tobytes()), "a.heic", upright=True)
+    actual = images.decode(encode(image, "HEIF", exif=exif.tobytes()), "a.heic", upright=True)
     image.getexif()[ExifTags.Base.Orientation] = orientation
     expected = np.asarray(ImageOps.exif_transpose(image), int)
-    np.testing.assert_allclose(np.asarray(found, int), expected, atol=12)
+    np.testing.assert_allclose(np.asarray(actual, int), expected, atol=12)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("exif", [b"MM\0*", b"MM\xd7*" + bytes(9), b"II*\0" + b"\xff" * 9])
-def test_a_damaged_orientation_is_none(photo, encode, file_format, exif):
+def test_damaged_orientation_is_ignored(photo, encode, file_format, exif):
     content = encode(photo(30, 10), file_format, exif=b"Exif\0\0" + exif)
     assert images.decode(content, "x", upright=True).size == (30, 10)
 

@@ -53,7 +53,7 @@ def pack_zip(root, path):
     [(None, "raw/omnibenchmark"), (pack_zip, "omnibenchmark.zip")],
     ids=["folder", "zip"],
 )
-def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, pilot, pack, name):
+def test_benchmark_is_read_from_a_folder_or_an_archive(tmp_path, pilot, pack, name):
     if pack is not None:
         pack(pilot, tmp_path / name)
     config = omnibench.get_config()
@@ -67,8 +67,8 @@ def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, 
     assert stream.planned == (2, 2)
     for split, counts in ((stream.train, TRAIN), (stream.test, TEST)):
         assert np.bincount(split.labels).tolist() == [counts[c] for c in ORDERED]
-        for index, each in enumerate(split.ids):
-            assert split.read(index) == (pilot / split.split / each).read_bytes()
+        for index, image_id in enumerate(split.ids):
+            assert split.read(index) == (pilot / split.split / image_id).read_bytes()
     shutil.move(pilot / "train/10/0.JPEG", pilot / "test/10/9.JPEG")
     config = configuration.changed(config, data={"source": str(pilot)})
     with pytest.raises(InputError, match=r"omnibench: expected 8 training images, found 7"):
@@ -77,7 +77,7 @@ def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, 
     assert setups.open_images(config).train.upright
 
 
-def test_data_go_by_the_name_of_their_folder_or_archive(tmp_path, monkeypatch):
+def test_name_of_data_is_that_of_folder_or_archive(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source, name in {
         **{"photos": "photos", "photos/": "photos", "a/My photos.2024": "My photos.2024"},
@@ -118,7 +118,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("benchmark", "source", "message"), REFUSED)
-def test_sources_that_are_refused(tmp_path, monkeypatch, benchmark, source, message):
+def test_wrong_sources_are_refused(tmp_path, monkeypatch, benchmark, source, message):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("other").mkdir()
@@ -141,9 +141,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize(("files", "message"), CONTENTS.values(), ids=CONTENTS)
-def test_an_archive_is_named_by_its_own_path_and_does_not_stay_unpacked(
-    tmp_path, files, message, monkeypatch
-):
+def test_failed_archive_is_named_and_its_folder_removed(tmp_path, files, message, monkeypatch):
     with zipfile.ZipFile(tmp_path / "mine.zip", "w") as packed:
         for name, content in files.items():
             packed.writestr(name, content)
@@ -155,7 +153,7 @@ def test_an_archive_is_named_by_its_own_path_and_does_not_stay_unpacked(
         assert not [path for path in (cache / "data").iterdir() if path.is_dir()]
 
 
-def test_links_of_an_archive_are_counted_whenever_it_is_opened(tmp_path, pilot):
+def test_links_of_an_archive_are_counted_at_every_opening(tmp_path, pilot):
     with tarfile.open(tmp_path / "mine.tar", "w") as packed:
         packed.add(pilot, "mine")
         link = tarfile.TarInfo("mine/train/10/link.png")

@@ -41,8 +41,8 @@ def test_a_stream_numbers_classes_as_they_arrive(plain_source):
     for task, (indices, first) in enumerate(
         zip(stream.train_indices, stream.first_position, strict=True)
     ):
-        found = [stream.class_names[label] for label in stream.train_labels(task)]
-        assert found == [stream.train.class_names[label] for label in stream.train.labels[indices]]
+        actual = [stream.class_names[label] for label in stream.train_labels(task)]
+        assert actual == [stream.train.class_names[label] for label in stream.train.labels[indices]]
         counts = np.bincount(stream.train_labels(task) - first)
         assert counts.tolist() == [3] * stream.classes_per_task[task]
     np.testing.assert_array_equal(
@@ -66,7 +66,7 @@ def test_classes_arrive_in_the_order_of_their_names_or_of_a_list(plain_source):
 
 
 @pytest.mark.parametrize("seed", [-1, 4])
-def test_classes_that_are_new_come_after_those_a_run_knows(plain_source, seed):
+def test_new_classes_come_after_the_known_ones(plain_source, seed):
     def of(classes, known=task_stream.NOTHING, **fields):
         data = dataclasses.replace(
             plain_source(2 * classes, num_classes=classes), labels=np.arange(2 * classes) // 2
@@ -75,9 +75,9 @@ def test_classes_that_are_new_come_after_those_a_run_knows(plain_source, seed):
 
     before = of(5)
     known = task_stream.Known(before.class_checksums, before.planned)
-    grown, whole = of(9, known), of(9)
-    assert grown.planned == (2, 2, 1, 2, 2) and whole.planned == (2, 2, 2, 2, 1)
-    new = [name for name in whole.classes if name not in known.classes]
+    grown, complete = of(9, known), of(9)
+    assert grown.planned == (2, 2, 1, 2, 2) and complete.planned == (2, 2, 2, 2, 1)
+    new = [name for name in complete.classes if name not in known.classes]
     assert grown.classes == (*known.classes, *new)
     assert grown.class_checksums.items() >= known.classes.items()
     assert known.tasks == [
@@ -100,13 +100,13 @@ def test_checksums_are_of_names_labels_and_pixels_in_any_order(plain_source):
     changed = {"pixels": dataclasses.replace(data, pixel_hashes=lambda: pixels)}
     changed["name"] = dataclasses.replace(data, ids=(*data.ids[:-1], "other"))
     changed["label"] = dataclasses.replace(data, labels=np.append(data.labels[:-1], 3))
-    assert len({each.checksum for each in (data, *changed.values())}) == 4
+    assert len({variant.checksum for variant in (data, *changed.values())}) == 4
     back = dict(labels=data.labels[::-1], ids=data.ids[::-1])
     assert dataclasses.replace(data, **back).checksum == data.checksum
     del changed["label"]
-    for each in changed.values():
-        for found in (checksums(each), checksums(data, each)):
-            assert [name for name in "01234" if found[name] != before[name]] == ["4"]
+    for variant in changed.values():
+        for actual in (checksums(variant), checksums(data, variant)):
+            assert [name for name in "01234" if actual[name] != before[name]] == ["4"]
 
     def part(split, names):
         hashes = [bytes(32)] * len(names)

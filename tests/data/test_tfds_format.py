@@ -56,17 +56,17 @@ def write_tfrecords(info, by_split, folder):
 
 @pytest.fixture
 def prepare(tmp_path, photo, encode):
-    """Returns a function that writes ten images of three classes as TFDS does, in `data/PLACE`."""
+    """Returns a function that writes ten images of three classes as TFDS does, in `data/PATH`."""
 
     def call(
-        place="flowers/2.1.1",
+        path="flowers/2.1.1",
         file_format="array_record",
         test="test",
         label="label",
         names=False,
         encoded=encode,
     ):
-        folder = tmp_path / "data" / place
+        folder = tmp_path / "data" / path
         folder.mkdir(parents=True)
         features = {
             "image": tfds.features.Image(shape=(None, None, 3)),
@@ -114,14 +114,14 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file_format", "place", "other"),
+    ("file_format", "path", "other"),
     [
         ("array_record", "flowers/2.1.1", "validation"),
         ("tfrecord", "flowers/small/2.1.1", "test"),
     ],
 )
-def test_data_are_read_where_they_lie(prepare, opened, file_format, place, other):
-    folder, examples = prepare(place, file_format, other)
+def test_data_are_read_where_they_lie(prepare, opened, file_format, path, other):
+    folder, examples = prepare(path, file_format, other)
     before = sorted(folder.iterdir())
     train, test = opened()
     assert train.class_names == CLASSES
@@ -144,7 +144,7 @@ def test_images_are_sorted_by_class_and_name(prepare, opened):
     ]
 
 
-def test_one_look_is_kept_until_the_data_change(tmp_path, prepare, opened, monkeypatch):
+def test_records_are_decoded_once_until_the_data_change(tmp_path, prepare, opened, monkeypatch):
     folder, _ = prepare(names=True)
     looked, examine = [], images.examine
     monkeypatch.setattr(images, "examine", lambda *given: looked.append(1) or examine(*given))
@@ -152,10 +152,10 @@ def test_one_look_is_kept_until_the_data_change(tmp_path, prepare, opened, monke
     def looks():
         looked.clear()
         train, test = opened()
-        found.append((train.ids, train.checksum, test.checksum))
+        states.append((train.ids, train.checksum, test.checksum))
         return len(looked)
 
-    found = []
+    states = []
     assert looks() == 10 and looks() == 0
     for content in (b"damaged", b""):
         next((tmp_path / "cache" / "data").glob("flowers-train-*.npz")).write_bytes(content)
@@ -163,9 +163,9 @@ def test_one_look_is_kept_until_the_data_change(tmp_path, prepare, opened, monke
     for shard in folder.glob("*-train.array_record*"):
         os.utime(shard, ns=(1, 1))
     assert looks() == 6
-    assert len(set(found)) == 1
+    assert len(set(states)) == 1
     (folder / "label.labels.txt").write_text("rose\ntulip\nlily\n")
-    assert looks() == 0 and found[-1][1] != found[0][1]
+    assert looks() == 0 and states[-1][1] != states[0][1]
 
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
@@ -187,7 +187,7 @@ def test_swapped_shards_of_equal_size_are_noticed(prepare, opened, encode, file_
     assert train.pixel_hashes() == expected and train.checksum != before
 
 
-def test_which_data_are_refused(tmp_path, prepare, opened):
+def test_two_configurations_or_no_classes_are_refused(tmp_path, prepare, opened):
     prepare("flowers/one/2.1.1")
     shutil.copytree(tmp_path / "data/flowers/one", tmp_path / "data/flowers/two")
     with pytest.raises(InputError, match="flowers: expected one configuration, found one, two"):
@@ -405,7 +405,7 @@ def test_versions_are_compared_as_numbers(prepare, opened, caplog):
 
 
 @pytest.mark.ci
-def test_real_cifar100(shared_asset, tmp_path):
+def test_real_cifar100_of_tfds_is_read(shared_asset, tmp_path):
     data_dir = shared_asset("tensorflow_datasets")
     _, source = sources.open_splits("cifar100", tmp_path, data_dir=str(data_dir))
     assert np.bincount(source.labels).tolist() == [100] * 100

@@ -39,16 +39,16 @@ def extractor(model):
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 37])
-def test_one_row_per_image_in_order(model, backbone, apply, count):
+def test_features_have_one_row_per_image_in_order(model, backbone, apply, count):
     kernels = vit.pretrained_kernels(backbone)
-    found = extractor(model)(backbone, [kernels], batches(count))[0].features
-    assert found.shape == (count, model.variant.width)
-    assert found.dtype == np.float32
+    actual = extractor(model)(backbone, [kernels], batches(count))[0].features
+    assert actual.shape == (count, model.variant.width)
+    assert actual.dtype == np.float32
     for i, batch in enumerate(batches(count, size=1)):
-        np.testing.assert_allclose(found[i : i + 1], apply(batch.images), atol=2e-5)
+        np.testing.assert_allclose(actual[i : i + 1], apply(batch.images), atol=2e-5)
 
 
-def test_the_kernels_choose_the_encoder_without_another_compilation(model, backbone, apply):
+def test_kernels_choose_the_encoder_without_compilation(model, backbone, apply):
     extract = extractor(model)
     kernels = vit.pretrained_kernels(backbone)
     other = jax.tree.map(lambda kernel: kernel * 1.5, kernels)
@@ -64,17 +64,17 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
 def test_both_views_in_one_pass_and_in_portions(model, backbone, monkeypatch, count):
     kernels = jax.tree.map(lambda kernel: kernel * 1.5, vit.pretrained_kernels(backbone))
     views = (kernels, vit.pretrained_kernels(backbone))
-    whole, cut = extractor(model), extractor(model)
-    expected = [whole(backbone, [view], batches(count))[0].features for view in views]
+    complete, cut = extractor(model), extractor(model)
+    expected = [complete(backbone, [view], batches(count))[0].features for view in views]
     monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", 2 * 17)
     calls, function = [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *a: calls.append(a[1].shape) or function(*a))
     together = cut(backbone, views, batches(count))
     assert calls == [(4, 2, 32, 32, 3)] * (1 if count else 0)
-    for found, features, view in zip(together, expected, views, strict=True):
-        np.testing.assert_allclose(found.features, features, atol=2e-5)
+    for actual, features, view in zip(together, expected, views, strict=True):
+        np.testing.assert_allclose(actual.features, features, atol=2e-5)
         (alone,) = cut(backbone, [view], batches(count))
-        np.testing.assert_array_equal(found.features, alone.features)
+        np.testing.assert_array_equal(actual.features, alone.features)
     assert cut.encode._cache_size() <= 1
 
 
@@ -84,8 +84,8 @@ def test_encoders_share_the_seconds_of_a_pass(model, backbone, monkeypatch):
     extract(backbone, [vit.pretrained_kernels(backbone)], batches(1))  # compiles
     monkeypatch.setattr(devices, "time", clock)
     kernels = vit.pretrained_kernels(backbone)
-    found = extract(backbone, [kernels, kernels, kernels], batches(1))
-    assert [each.seconds for each in found] == [2.0, 2.0, 2.0]
+    extractions = extract(backbone, [kernels, kernels, kernels], batches(1))
+    assert [extraction.seconds for extraction in extractions] == [2.0, 2.0, 2.0]
 
 
 # Encodes tasks of several sizes on four devices and logs the programs that are compiled.
@@ -130,14 +130,14 @@ INDICES = np.array([4, 5, 6])
 def get(folder, value, key="a", name="train", indices=INDICES):
     """What a cache holds, or else the value, which is kept."""
     cache = FeatureCache(folder, {"weights": key})
-    found = cache.find(name, indices)
-    if found is None:
-        found = Extraction(np.full((3, 2), value, np.float32), 1.0)
-        cache.keep(name, indices, found)
-    return found
+    extraction = cache.find(name, indices)
+    if extraction is None:
+        extraction = Extraction(np.full((3, 2), value, np.float32), 1.0)
+        cache.keep(name, indices, extraction)
+    return extraction
 
 
-def test_the_cache_computes_once_and_tells_things_apart(tmp_path):
+def test_cache_computes_every_key_once(tmp_path):
     get(tmp_path, 1.0)
     again = get(tmp_path, 2.0)
     np.testing.assert_array_equal(again.features, 1.0)
@@ -163,6 +163,6 @@ def test_a_damaged_cache_file_is_computed_again(tmp_path, damage):
 def test_a_cache_folder_that_cannot_be_made_costs_time_only(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     for value in (1.0, 2.0):
-        found = get(tmp_path / "file" / "below", value)
-        assert not found.from_cache
-        np.testing.assert_array_equal(found.features, value)
+        actual = get(tmp_path / "file" / "below", value)
+        assert not actual.from_cache
+        np.testing.assert_array_equal(actual.features, value)

@@ -48,11 +48,11 @@ def target(request, tmp_path):
     return tmp_path / request.param
 
 
-def same(found, expected):
-    np.testing.assert_array_equal(found, expected)
+def same(actual, expected):
+    np.testing.assert_array_equal(actual, expected)
 
 
-def test_round_trip(target):
+def test_saved_features_are_read_back(target):
     arrays = example() | {"train_previous_1": np.ones((5, 4), np.float32)}
     features = feature_files.load(save(target, arrays))
     assert len(features.tasks) == 2
@@ -81,7 +81,7 @@ def test_optional_arrays_may_be_absent(target):
         _ = features.test_tasks
 
 
-def test_head_classes_order_the_rows_and_admit_a_class_without_images(target):
+def test_head_classes_order_rows_and_allow_empty_classes(target):
     arrays = example()
     arrays["head_classes_0"] = np.array([1, 5, 0])
     arrays["head_weight_0"] = np.zeros((3, 4), np.float32)
@@ -101,7 +101,7 @@ def test_head_classes_order_the_rows_and_admit_a_class_without_images(target):
         ("nearest_mean", heads.NearestMeanHead, None, None, None),
     ],
 )
-def test_head_kinds(target, kind, made, beside, value, default):
+def test_linear_and_cosine_heads_are_read(target, kind, made, beside, value, default):
     """Of all heads of a file, final ones, too; where a task has none, its own is its final one."""
     arrays = {k: v for k, v in with_final_head().items() if "bias" not in k}
     arrays["head_kind"] = np.array(kind)
@@ -111,10 +111,10 @@ def test_head_kinds(target, kind, made, beside, value, default):
     (first, second), finals = (task.head for task in features.tasks), features.final_heads
     assert finals[0] is first and features.tasks[0].final_head is None
     same(finals[1][0], 2.0 * second[0])
-    found = [first, second, finals[1]]
-    assert {type(head) for head in found} == {made}
+    actual = [first, second, finals[1]]
+    assert {type(head) for head in actual} == {made}
     if beside:
-        for head, expected in zip(found, (value, default, value), strict=True):
+        for head, expected in zip(actual, (value, default, value), strict=True):
             same(getattr(head, beside), expected)
 
 
@@ -194,7 +194,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_is_one_line_with_file_and_array(tmp_path, fault):
+def test_faults_are_one_line_with_file_and_array(tmp_path, fault):
     damage, message = FAULTS[fault]
     arrays = example()
     damage(arrays)
@@ -221,7 +221,7 @@ def test_objects_are_refused_without_unpickling(target, tmp_path):
 PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404 Not Found</body></html>"
 
 
-def test_absent_and_foreign_files(tmp_path):
+def test_missing_and_foreign_files_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "empty: expected .npy files, found none")
     path = tmp_path / "x.npz"
@@ -270,23 +270,29 @@ def test_what_is_written_is_read(tmp_path, head):
 def test_only_final_heads_that_differ_are_written(tmp_path):
     """Written again, as after an interruption, they are what the last call says."""
     arrays = example(two_views=False)
-    own = [heads.LinearHead(arrays[f"head_weight_{t}"], arrays[f"head_bias_{t}"]) for t in range(2)]
-    for t, head in enumerate(own):
+    task_heads = [
+        heads.LinearHead(arrays[f"head_weight_{t}"], arrays[f"head_bias_{t}"]) for t in range(2)
+    ]
+    for t, head in enumerate(task_heads):
         write(tmp_path, arrays, t, head)
     feature_files.write_test(tmp_path, arrays["test_adapted"])
-    biased = own[0]._replace(bias=own[0].bias + 1.0)
+    biased = task_heads[0]._replace(bias=task_heads[0].bias + 1.0)
     written = {"final_head_weight_0.npy", "final_head_bias_0.npy"}
-    for final, names in ((own, set()), ([biased, own[1]], written), (own, set())):
+    for final, names in (
+        (task_heads, set()),
+        ([biased, task_heads[1]], written),
+        (task_heads, set()),
+    ):
         feature_files.write_final_heads(tmp_path, final)
         assert {file.name for file in tmp_path.glob("final_*")} == names
-    feature_files.write_final_heads(tmp_path, [biased, own[1]])
+    feature_files.write_final_heads(tmp_path, [biased, task_heads[1]])
     for expected, head in zip(
-        [biased, own[1]], feature_files.load(tmp_path).final_heads, strict=True
+        [biased, task_heads[1]], feature_files.load(tmp_path).final_heads, strict=True
     ):
         same(head.weight, expected.weight)
         same(head.bias, expected.bias)
     # A task that is written anew has no final head yet.
-    write(tmp_path, arrays, 0, own[0])
+    write(tmp_path, arrays, 0, task_heads[0])
     assert feature_files.load(tmp_path).final_heads is None
 
 
@@ -307,12 +313,12 @@ def test_rewriting_a_task_removes_what_is_no_longer_given(tmp_path):
 
 
 @pytest.mark.parametrize("short", ["float16", "bfloat16"])
-def test_numbers_of_half_precision_are_read_as_they_are(tmp_path, short):
+def test_half_precision_is_kept(tmp_path, short):
     arrays = example()
     dtype = ml_dtypes.bfloat16 if short == "bfloat16" else np.float16
     narrow = arrays["train_adapted_0"].astype(dtype)
     for path in (tmp_path / "features.npz", tmp_path / "folder"):
         features = feature_files.load(save(path, arrays | {"train_adapted_0": narrow}))
-        found = features.tasks[0].adapted
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found.astype(np.float32), narrow.astype(np.float32))
+        actual = features.tasks[0].adapted
+        assert actual.dtype == dtype
+        np.testing.assert_array_equal(actual.astype(np.float32), narrow.astype(np.float32))

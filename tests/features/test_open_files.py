@@ -64,8 +64,8 @@ def test_maps_are_open_only_while_their_task_is_used(tmp_path):
 @pytest.mark.ci
 def test_a_folder_of_more_tasks_than_files_may_be_open(tmp_path):
     folder, output = stream(tmp_path / "features"), tmp_path / "o.npz"
-    words = [sys.executable, "-c", PROGRAM, str(folder), str(output)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(TASKS * (TASKS - 1)), "5"]
     with np.load(output) as result:

@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, kind):
     assert_equal_trees(used, make_tree(7))
 
 
-def test_remains_of_a_checkpoint_that_was_being_deleted_are_not_reported(filled, tmp_path, caplog):
+def test_half_deleted_checkpoint_is_not_reported(filled, tmp_path, caplog):
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "tree")
     with caplog.at_level(logging.WARNING):
         again = Checkpoints(tmp_path / "checkpoints", keep=2)
@@ -203,7 +203,7 @@ def test_intact_checkpoint_stays_when_a_folder_is_closed(filled, tmp_path):
     assert newest(filled)[0] == 3
 
 
-def test_intact_checkpoint_stays_when_its_arrays_have_other_shapes(filled, tmp_path):
+def test_intact_checkpoint_with_other_shapes_stays(filled, tmp_path):
     """As after a change of the code of a learner."""
     target = make_tree() | {"state": {"A": jnp.arange(5.0)}}
     with pytest.raises(InputError, match=r"cannot read checkpoint .*3, .*expected \(5,\)"):

@@ -53,7 +53,7 @@ def test_the_file_appears_when_the_block_ends(tmp_path):
         file.write(b"new")
         assert not path.exists()
     assert path.read_bytes() == b"new"
-    assert [each.name for each in path.parent.iterdir()] == ["file"]
+    assert [file.name for file in path.parent.iterdir()] == ["file"]
     assert path.stat().st_mode & 0o444 == 0o444
 
 
@@ -64,7 +64,7 @@ def test_an_error_keeps_the_old_file(tmp_path):
         file.write(b"half")
         raise RuntimeError
     assert path.read_bytes() == b"old"
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
 KILLED = """
@@ -76,7 +76,7 @@ with write_atomically(sys.argv[1] + "/a.csv"), write_folder_atomically(sys.argv[
 """
 
 
-def test_leftovers_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
+def test_only_leftovers_of_killed_processes_are_removed(tmp_path):
     small_runs.python("-c", KILLED, tmp_path, expected=-signal.SIGKILL)
     assert len([*tmp_path.iterdir()]) == 2
     (tmp_path / ".a.csv.else-1").touch()
@@ -92,7 +92,7 @@ def test_leftovers_of_killed_processes_are_removed_and_those_of_others_stay(tmp_
     assert sorted(it.name for it in tmp_path.iterdir()) == [".a.csv.else-1", "a.csv", "out"]
 
 
-def test_two_writers_of_one_folder_do_not_touch_each_others_work(tmp_path):
+def test_two_writers_of_a_folder_keep_each_others_files(tmp_path):
     out = tmp_path / "out"
     with (
         pytest.raises(InputError, match=r"cannot write .*out: "),
@@ -106,7 +106,7 @@ def test_two_writers_of_one_folder_do_not_touch_each_others_work(tmp_path):
     assert [it.name for it in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_path_that_cannot_be_made(tmp_path):
+def test_path_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     path = tmp_path / "file" / "below"
     with pytest.raises(InputError, match=f"cannot write {path}: "), write_atomically(path):
@@ -122,7 +122,7 @@ def test_a_path_that_cannot_be_made(tmp_path):
     ],
     ids=["npy", "npz", "safetensors"],
 )
-def test_a_file_that_is_cut_or_none_is_one_line(tmp_path, write, read):
+def test_truncated_or_foreign_archive_is_one_line(tmp_path, write, read):
     path = tmp_path / "x"
     write(path, {"a": np.arange(300.0)})
     read(path)
@@ -134,7 +134,7 @@ def test_a_file_that_is_cut_or_none_is_one_line(tmp_path, write, read):
 
 
 @pytest.mark.parametrize("change", ["lost", "twice"])
-def test_a_lost_or_doubled_array_is_noticed(tmp_path, change):
+def test_lost_or_repeated_array_is_noticed(tmp_path, change):
     path = tmp_path / "a.npz"
     np.savez(path, a=np.zeros(2), b=np.ones(2), c=np.ones(3))
     if change == "lost":  # One bit makes the entry of b the comment of the entry of a.
@@ -253,8 +253,8 @@ with locked(pathlib.Path(sys.argv[1])):
 
 def test_a_lock_names_its_holder_and_is_free_after_a_kill(tmp_path):
     lock = tmp_path / "run" / ".lock"
-    words = [sys.executable, "-c", HOLDS, lock]
-    with subprocess.Popen(words, cwd=small_runs.REPOSITORY, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", HOLDS, lock]
+    with subprocess.Popen(command, cwd=small_runs.REPOSITORY, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"holds\n"
         name = f"process {process.pid} on {socket.gethostname()}"
         assert holder(lock) == name
@@ -292,7 +292,7 @@ def test_a_full_disk_is_named_whatever_is_written(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_file_of_a_folder_that_the_disk_has_no_room_for_has_its_later_name(tmp_path, monkeypatch):
+def test_full_disk_names_the_file_by_its_final_path(tmp_path, monkeypatch):
     def refuse(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -341,7 +341,7 @@ def test_a_system_without_fcntl_locks_and_calibrates(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "FIFO", "folder"])
-def test_a_strangers_file_in_the_place_of_a_lock_is_unchanged(tmp_path, kind):
+def test_foreign_file_at_the_path_of_a_lock_is_unchanged(tmp_path, kind):
     target, lock = tmp_path / "target", tmp_path / "run" / ".lock"
     lock.parent.mkdir()
     if kind != "dangling link":
@@ -363,7 +363,7 @@ def test_a_strangers_file_in_the_place_of_a_lock_is_unchanged(tmp_path, kind):
     assert kind == "dangling link" or target.read_text() == "of somebody"
 
 
-def test_a_lock_that_is_waited_for(tmp_path, caplog):
+def test_second_process_waits_for_a_lock(tmp_path, caplog):
     path = tmp_path / "made" / ".mine.lock"
     with locked(path, wait=True):
         with open(path) as other, pytest.raises(BlockingIOError):
@@ -378,7 +378,7 @@ def test_a_lock_that_is_waited_for(tmp_path, caplog):
     assert "waiting for another process that holds" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path):
+def test_unwritable_folder_is_refused_before_any_work(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     check_writable_folder("--output", tmp_path / "new" / "folder")
     with pytest.raises(InputError, match=r"^--output=.*: expected a folder to write in, found "):
@@ -438,9 +438,7 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_cache_that_cannot_be_written_is_left_for_one_that_ends_with_the_process(
-    monkeypatch, caplog
-):
+def test_unwritable_cache_is_replaced_by_a_temporary_one(monkeypatch, caplog):
     monkeypatch.setenv("FDC_JAX_CACHE", "/dev/null/cache")
     folder = user_cache()
     (folder / "a").write_text("b")

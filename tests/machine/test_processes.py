@@ -18,7 +18,7 @@ from tests import small_runs
 
 
 @pytest.mark.parametrize("where", ["host", "host:1", "host,0/2", "host:1,2/2", "host:1,a/2"])
-def test_what_is_no_place_among_processes(where, monkeypatch):
+def test_wrong_process_numbers_are_refused(where, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
     with pytest.raises(InputError, match=f"expected HOST:PORT,0/2 or auto, found {where}$"):
         processes.start(where)
@@ -51,10 +51,10 @@ sys.exit(run())
 
 def start_joining(seconds, port, number, tmp_path):
     join = f"--distributed=127.0.0.1:{port},{number}/2"
-    words = [sys.executable, "-c", JOINS, seconds, "--config=digits", join]
+    command = [sys.executable, "-c", JOINS, seconds, "--config=digits", join]
     environment = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
     pipes = dict(stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([*map(str, words)], cwd=tmp_path, env=environment, **pipes)
+    return subprocess.Popen([*map(str, command)], cwd=tmp_path, env=environment, **pipes)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_signal_ends_a_process_that_waits_for_others(free_port, tmp_path):
     assert process.returncode == 75
 
 
-def test_where_jax_finds_no_job_it_says_so(monkeypatch):
+def test_missing_cluster_of_jax_is_one_line(monkeypatch):
     def initialize(*arguments, **options):
         raise ValueError("coordinator_address should be defined.\nSee the manual.")
 
@@ -103,15 +103,15 @@ def test_an_agreement_is_asked_for_every_few_calls_and_stays():
     assert [late(0), *(late(15) for _ in range(every))] == [0] * every + [15]
 
 
-def test_replicate_leaves_numpy_arrays_on_the_host_and_every_row_is_the_only_process_own():
+def test_replicate_keeps_numpy_arrays_on_the_host():
     mesh = devices.data_mesh()
     assert devices.own_rows(mesh, 5).tolist() == [True] * 5
     host = np.arange(4.0)
     tree = {"host": host, "head": LinearHead(jnp.ones((2, 3)), np.zeros(2)), "number": 2.0}
-    found = devices.replicate(mesh, tree)
-    assert found["host"] is host
-    assert type(found["head"].bias) is np.ndarray
-    for leaf in (found["head"].weight, found["number"]):
+    actual = devices.replicate(mesh, tree)
+    assert actual["host"] is host
+    assert type(actual["head"].bias) is np.ndarray
+    for leaf in (actual["head"].weight, actual["number"]):
         assert isinstance(leaf, jax.Array)
         assert leaf.sharding.mesh == mesh
         assert leaf.is_fully_replicated

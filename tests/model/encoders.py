@@ -11,7 +11,7 @@ import numpy as np
 
 FOLDER = Path(__file__).parent / "golden" / "encoders"
 FEATURES = FOLDER / "features.npz"
-FAMILIES = tuple(sorted(each.name for each in FOLDER.iterdir() if each.is_dir()))
+FAMILIES = tuple(sorted(folder.name for folder in FOLDER.iterdir() if folder.is_dir()))
 WIDTH, DEPTH, HIDDEN, PATCH, SIDE, RANK = 24, 2, 20, 4, 12, 2
 
 

@@ -65,7 +65,7 @@ def features(
     """
     p = float64(params)
     width, heads, size = variant.width, variant.heads, variant.patch
-    found = []
+    outputs = []
     for image in (images / 255.0 - offset) / divisor:
         tokens = [p["cls"].reshape(width)]
         for top in range(0, image.shape[0], size):
@@ -104,5 +104,5 @@ def features(
                 a = {name: np.asarray(leaf[number], np.float64) for name, leaf in adapter.items()}
                 beside = np.maximum(z @ a["down"] + a["down_bias"], 0.0) @ a["up"] + a["up_bias"]
             z = z + hidden @ mlp["Dense_1"]["kernel"] + mlp["Dense_1"]["bias"] + 0.1 * beside
-        found.append(_layer_norm(z, trunk["encoder_norm"])[0])
-    return np.stack(found)
+        outputs.append(_layer_norm(z, trunk["encoder_norm"])[0])
+    return np.stack(outputs)

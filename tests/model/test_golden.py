@@ -31,16 +31,16 @@ def test_features_of_a_small_checkpoint(input_range, side):
     assert loaded.skipped == ("head/bias", "head/kernel")
     assert loaded.resized_positions == (side != SIDE)
     model = vit.build("golden", side, input_range)
-    found = jax.jit(model.apply)({"params": loaded.params}, golden[f"images_{side}"])
-    np.testing.assert_allclose(found, golden[f"{input_range}_{side}"], atol=2e-5)
+    actual = jax.jit(model.apply)({"params": loaded.params}, golden[f"images_{side}"])
+    np.testing.assert_allclose(actual, golden[f"{input_range}_{side}"], atol=2e-5)
 
 
 def test_the_safetensors_of_timm_hold_the_same_parameters():
-    found, expected = (
+    actual, expected = (
         weights.load(GOLDEN / name, "golden", SIDE) for name in ("timm.safetensors", "augreg.npz")
     )
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
-    assert found.skipped == ("head.bias", "head.weight")
+    jax.tree.map(np.testing.assert_array_equal, actual.params, expected.params)
+    assert actual.skipped == ("head.bias", "head.weight")
 
 
 def some_are_slow(input_range, precision):
@@ -60,9 +60,9 @@ def test_features_of_the_real_checkpoint(shared_asset, input_range, precision):
     # 5,717,416 in the file, less the head of 1000 classes.
     assert sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == 5_717_416 - 193 * 1000
     model = vit.build("Ti/16", 224, input_range, precision)
-    found = jax.jit(model.apply)({"params": loaded.params}, golden["images_uint8_nhwc"][:4])
+    actual = jax.jit(model.apply)({"params": loaded.params}, golden["images_uint8_nhwc"][:4])
     if precision == "parity":
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-4)
     else:
-        error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        error = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
         assert error.max() < 0.05

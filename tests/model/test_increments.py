@@ -59,8 +59,8 @@ def test_every_view_comes_from_one_compilation_bit_for_bit(tasks, stack):
     for num_tasks in range(NUM_TASKS + 1):
         if num_tasks:
             expected = increments.merge(expected, tasks[num_tasks - 1])
-        found = increments.kernels_after(START, stack, num_tasks)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        actual = increments.kernels_after(START, stack, num_tasks)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert increments.kernels_after._cache_size() - already <= 1
 
 
@@ -81,7 +81,7 @@ def test_updates_add_up_and_scales_have_gradients(operands):
     weight = rng.normal(size=(3, 5, 6))
     updates = ({"A": a, "B": b}, {"A": 2 * a, "B": b[::-1], "scale": scale})
     value, pull = jax.vjp(
-        lambda *each: operations.product_with_updates(*each, HIGHEST), x, kernel, updates
+        lambda *gradient: operations.product_with_updates(*gradient, HIGHEST), x, kernel, updates
     )
     of_sum = np.einsum("ntd,nte->de", x, weight)
     merged = kernel + a @ b + 2.0 * (a * scale) @ b[::-1]
@@ -94,21 +94,24 @@ def test_updates_add_up_and_scales_have_gradients(operands):
     }
     np.testing.assert_allclose(of_x, weight @ merged.T, atol=2e-5)
     np.testing.assert_allclose(of_kernel, of_sum, atol=2e-5)
-    for found, reference in ((first, {"A": of_sum @ b.T, "B": a.T @ of_sum}), (second, expected)):
-        assert found.keys() == reference.keys()
-        for name, each in found.items():
-            np.testing.assert_allclose(each, reference[name], atol=5e-5)
+    for gradients, reference in (
+        (first, {"A": of_sum @ b.T, "B": a.T @ of_sum}),
+        (second, expected),
+    ):
+        assert gradients.keys() == reference.keys()
+        for name, gradient in gradients.items():
+            np.testing.assert_allclose(gradient, reference[name], atol=5e-5)
 
 
 def test_small_updates_reach_the_product_in_low_precision(operands):
     """Kernel and update are added before they are rounded."""
     x, kernel, a, b = operands
     x = jnp.asarray(x, jnp.bfloat16)
-    found, pull = jax.vjp(
+    actual, pull = jax.vjp(
         lambda x, w, a, b: operations.product_with_updates(x, w, ({"A": a, "B": b},), HIGHEST),
         *(x, kernel, a, b),
     )
-    assert found.dtype == jnp.bfloat16
+    assert actual.dtype == jnp.bfloat16
     merged = jnp.asarray(kernel + a @ b, jnp.bfloat16)
-    np.testing.assert_array_equal(found, jnp.matmul(x, merged, precision=HIGHEST))
-    assert [leaf.dtype for leaf in pull(found)] == [jnp.bfloat16, *3 * [jnp.float32]]
+    np.testing.assert_array_equal(actual, jnp.matmul(x, merged, precision=HIGHEST))
+    assert [leaf.dtype for leaf in pull(actual)] == [jnp.bfloat16, *3 * [jnp.float32]]

@@ -99,19 +99,19 @@ SLOW = ("timm_dinov2_gated", "timm_gap", "hf_mae", "hf_dinov3_gated")
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in EXPECTED],
+    [pytest.param(family, marks=[pytest.mark.slow] * (family in SLOW)) for family in EXPECTED],
 )
-def test_features_and_those_with_an_increment_are_the_librarys(family):
+def test_features_equal_those_of_the_library(family):
     added = encoders.increment()
     for name, factors in ((family, NOTHING), (f"{family} with an increment", added)):
-        found = encode(*encoder(family), factors)
-        np.testing.assert_allclose(found, golden()[name], rtol=0, atol=2e-5, err_msg=name)
+        actual = encode(*encoder(family), factors)
+        np.testing.assert_allclose(actual, golden()[name], rtol=0, atol=2e-5, err_msg=name)
     moved = np.abs(golden()[name] - golden()[family]).max()
     assert moved > 0.3
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-def test_what_a_file_holds_is_recognised(family):
+def test_layout_of_a_file_is_recognised(family):
     name, differences = EXPECTED[family]
     usual = vit.Variant(WIDTH, DEPTH, heads=2, patch=PATCH, hidden=HIDDEN, image_size=SIDE)
     expected = dataclasses.replace(usual, **differences)
@@ -120,10 +120,10 @@ def test_what_a_file_holds_is_recognised(family):
     np.testing.assert_allclose([expected.mean, expected.std], mean_and_std)
 
 
-def test_other_arrays_are_named_and_large_groups_shortly():
-    found = {name: layouts.skipped(load_file(weights_of(name))) for name in ("hf_clip", "hf_mae")}
+def test_skipped_arrays_are_named_in_groups():
+    actual = {name: layouts.skipped(load_file(weights_of(name))) for name in ("hf_clip", "hf_mae")}
     projections = ("text_projection.weight", "visual_projection.weight")
-    assert found == {
+    assert actual == {
         "hf_clip": ("logit_scale", "text_model.*", *projections),
         "hf_mae": ("decoder.*",),
     }
@@ -133,7 +133,7 @@ def test_other_arrays_are_named_and_large_groups_shortly():
     "family",
     ["timm_vit", "timm_dinov2", "timm_clip", "hf_vit", "hf_dinov2", "hf_clip"],
 )
-def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
+def test_encoder_in_timms_layout_gives_equal_features(tmp_path, family):
     """With its increment merged; names are those of timm's own file, but for layer scale."""
     variant, params = encoder(family)
     kernels = increments.merge(vit.pretrained_kernels(params), encoders.increment())
@@ -141,9 +141,9 @@ def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
     path = tmp_path / "model.safetensors"
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
     path.with_name("config.json").write_text(json.dumps(config))
-    _, found = recognise(path)
-    assert (found.mean, found.std, found.image_size) == (variant.mean, variant.std, SIDE)
-    features = encode(found, weights.load(path, found, SIDE).params)
+    _, actual = recognise(path)
+    assert (actual.mean, actual.std, actual.image_size) == (variant.mean, variant.std, SIDE)
+    features = encode(actual, weights.load(path, actual, SIDE).params)
     expected = golden()[f"{family} with an increment"]
     np.testing.assert_allclose(features, expected, rtol=0, atol=2e-5)
     if family.startswith("timm"):
@@ -152,7 +152,7 @@ def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
 
 
 @pytest.mark.parametrize("family", ["timm_dinov3", "timm_siglip", "timm_deit", "timm_gap"])
-def test_an_encoder_that_ends_otherwise_is_not_written(family):
+def test_encoder_with_another_final_layer_is_not_written(family):
     with pytest.raises(InputError, match="expected a plain Vision Transformer"):
         layouts.as_timm({}, encoder(family)[0], {}, SIDE)
 
@@ -208,7 +208,9 @@ def test_heads_follow_from_timms_architecture(tmp_path, architecture, width, hea
         ("siglip_vision_model", 12, "gelu_tanh", 1e-6),
     ],
 )
-def test_fields_that_a_configuration_omits(tmp_path, model_type, heads, activation, epsilon):
+def test_omitted_fields_have_the_defaults_of_the_library(
+    tmp_path, model_type, heads, activation, epsilon
+):
     """Defaults of transformers 5.23."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     names = ("embeddings.cls_token", "embeddings.patch_embeddings.projection.weight")
@@ -218,7 +220,7 @@ def test_fields_that_a_configuration_omits(tmp_path, model_type, heads, activati
     assert (variant.heads, variant.activation, variant.epsilon) == (heads, activation, epsilon)
 
 
-def test_without_a_configuration_its_user_says_the_heads(tmp_path):
+def test_number_of_heads_is_required_without_configuration(tmp_path):
     """Arrays of a plain encoder are also those of one with rotary positions, or other heads."""
     path = tmp_path / "plain.safetensors"
     save_file(plain_timm(192), path)
@@ -241,13 +243,13 @@ def test_without_a_configuration_its_user_says_the_heads(tmp_path):
         vit.build(variant, 32, "model")
 
 
-def test_a_side_of_the_pretraining_that_patches_do_not_divide():
+def test_pretraining_side_may_not_be_a_multiple_of_the_patch():
     """What is left over goes, as in the libraries' convolutions."""
     variant = dataclasses.replace(recognise(weights_of("hf_siglip"))[1], image_size=SIDE + 2)
     model = vit.build(variant, SIDE + 2, "model")
     images = np.pad(encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0)))
-    found = jax.jit(model.apply)({"params": encoder("hf_siglip")[1]}, images)
-    np.testing.assert_allclose(found, golden()["hf_siglip"], atol=2e-5)
+    actual = jax.jit(model.apply)({"params": encoder("hf_siglip")[1]}, images)
+    np.testing.assert_allclose(actual, golden()["hf_siglip"], atol=2e-5)
     with pytest.raises(InputError, match=f"multiple of the patch size {PATCH}, found {SIDE + 1}"):
         vit.build(variant, SIDE + 1)
 
@@ -264,16 +266,16 @@ def changed(tmp_path, family, arrays=(), config=()):
     """Copies a family; None removes an array or a field, `config=None` the configuration."""
     folder = tmp_path / family
     shutil.copytree(FOLDER / family, folder)
-    path, place = folder / "model.safetensors", folder / "config.json"
+    path, config_file = folder / "model.safetensors", folder / "config.json"
     kept = {name: a for name, a in (load_file(path) | dict(arrays)).items() if a is not None}
     save_file(kept, path)
-    fields = json.loads(place.read_text())
-    place.unlink()
+    fields = json.loads(config_file.read_text())
+    config_file.unlink()
     if config is not None:
         for name, value in dict(config).items():
             *parents, last = name.split("/")
             functools.reduce(dict.__getitem__, parents, fields)[last] = value
-        place.write_text(json.dumps(fields))
+        config_file.write_text(json.dumps(fields))
     return path
 
 
@@ -307,7 +309,7 @@ WITHOUT_POOLING = {name: None for name in load_file(weights_of("hf_siglip")) if 
         ("hf_siglip", WITHOUT_POOLING, (), "class token or attention pooling, found neither"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, family, arrays, config, message):
+def test_unsupported_encoders_are_refused(tmp_path, family, arrays, config, message):
     path = changed(tmp_path, family, arrays, config)
     with pytest.raises(InputError, match=rf"^{tmp_path}/.*{message}"):
         recognise(path)

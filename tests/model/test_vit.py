@@ -81,12 +81,12 @@ def test_dropout_scales_the_hidden_units_that_stay(monkeypatch):
     masks = []
     for seed in (0, 1):
         key = jax.random.key(seed)
-        found = encode(MODEL, IMAGES, with_adapter(adapter), None, key, 0.4)
+        actual = encode(MODEL, IMAGES, with_adapter(adapter), None, key, 0.4)
         keys = jax.random.split(key, TINY.depth)
-        masks.append(np.stack([bernoulli(each, 0.6, (5,)) for each in keys]))
+        masks.append(np.stack([bernoulli(block_key, 0.6, (5,)) for block_key in keys]))
         less = adapter | {"up": adapter["up"] * masks[-1][:, :, None] / 0.6}
         expected = reference.features(PARAMS, IMAGES, adapter=less)
-        np.testing.assert_allclose(found, expected, atol=3e-5)
+        np.testing.assert_allclose(actual, expected, atol=3e-5)
     # Every token of every image draws for itself; only the class token leaves the last block.
     assert shapes == [(3, 10, 5), (3, 1, 5)]
     assert len({mask.tobytes() for mask in np.concatenate(masks)}) == 4
@@ -151,7 +151,7 @@ def test_unknown_names_and_sizes_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize("queries", [5, 1])
-def test_attention_in_bfloat16_has_values_and_gradients_of_float32(queries):
+def test_bfloat16_attention_is_near_float32(queries):
     rng = np.random.default_rng(0)
     shapes = [(2, queries, 3, 8), (2, 5, 3, 8), (2, 5, 3, 8)]
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
@@ -163,10 +163,10 @@ def test_attention_in_bfloat16_has_values_and_gradients_of_float32(queries):
         value, pull = jax.vjp(lambda *own: operations.attend(*own, arithmetic), *each)
         return value, *pull(gradient)
 
-    found = attend(jax.lax.Precision.DEFAULT, gradient, *arrays)
+    actual = attend(jax.lax.Precision.DEFAULT, gradient, *arrays)
     wide = [array.astype(jnp.float32) for array in (gradient, *arrays)]
     expected = attend(jax.lax.Precision.HIGHEST, *wide)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype == jnp.bfloat16
         one, other = np.asarray(one, np.float32), np.asarray(other)
         assert np.linalg.norm(one - other) <= 2**-7 * np.linalg.norm(other)
@@ -182,13 +182,13 @@ def test_activations_with_kept_slopes(name):
         expected, slope = jax.jvp(function, (entries.astype(jnp.float32),), (jnp.ones_like(x),))
         assert value.dtype == dtype
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=1e-6)
-        (found,) = pull(jnp.full_like(entries, 2.0))
-        np.testing.assert_allclose(found, 2.0 * slope, rtol=tolerance, atol=1e-6)
+        (actual,) = pull(jnp.full_like(entries, 2.0))
+        np.testing.assert_allclose(actual, 2.0 * slope, rtol=tolerance, atol=1e-6)
 
 
 def mesh_of(*platforms):
-    each = np.array([SimpleNamespace(platform=name) for name in platforms])
-    return SimpleNamespace(devices=each, size=len(each))
+    mesh_devices = np.array([SimpleNamespace(platform=name) for name in platforms])
+    return SimpleNamespace(devices=mesh_devices, size=len(mesh_devices))
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,11 @@ def without_head(arrays):
 
 
 def assert_same(params, arrays):
-    found = traverse_util.flatten_dict(params, sep="/")
-    assert found.keys() == arrays.keys()
+    actual = traverse_util.flatten_dict(params, sep="/")
+    assert actual.keys() == arrays.keys()
     for name, array in arrays.items():
-        assert found[name].dtype == jnp.float32
-        np.testing.assert_array_equal(found[name], array)
+        assert actual[name].dtype == jnp.float32
+        np.testing.assert_array_equal(actual[name], array)
 
 
 def test_parameters_are_the_arrays_of_a_file_bit_for_bit(tmp_path, arrays):
@@ -53,7 +53,7 @@ def test_parameters_are_the_arrays_of_a_file_bit_for_bit(tmp_path, arrays):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_other_forms_of_a_checkpoint(tmp_path, arrays):
+def test_checkpoints_of_other_formats_are_read(tmp_path, arrays):
     """With the prefix of a training checkpoint, and in half precision, which is widened."""
     path = tmp_path / "other.npz"
     np.savez(path, **{f"opt/target/{name}": array for name, array in arrays.items()})
@@ -76,15 +76,15 @@ def test_the_representation_layer_before_a_head_is_skipped(tmp_path, arrays):
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "backbone.", "model.backbone."])
-def test_a_wrappers_prefix_of_all_names_is_ignored_and_said(tmp_path, caplog, arrays, prefix):
-    path, own = tmp_path / "wrapped.SafeTensors", load_file(GOLDEN / "timm.safetensors")
-    wrapped = {prefix + name: array for name, array in own.items() if "head" not in name}
-    save_file(wrapped | {"head.weight": own["head.weight"]}, path)
+def test_common_prefix_of_names_is_removed_and_logged(tmp_path, caplog, arrays, prefix):
+    path, unwrapped = tmp_path / "wrapped.SafeTensors", load_file(GOLDEN / "timm.safetensors")
+    wrapped = {prefix + name: array for name, array in unwrapped.items() if "head" not in name}
+    save_file(wrapped | {"head.weight": unwrapped["head.weight"]}, path)
     loaded = load(path)
     assert_same(loaded.params, without_head(arrays))
     assert loaded.skipped == ("head.weight",) and f"ignored '{prefix}'" in caplog.text
     caplog.clear()
-    save_file(wrapped | {"projector": own["head.weight"]}, path)
+    save_file(wrapped | {"projector": unwrapped["head.weight"]}, path)
     with pytest.raises(InputError, match=f"unknown .first: {prefix}"):
         load(path)
     assert not caplog.text
@@ -125,7 +125,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_files_and_names_that_are_refused(tmp_path, call, message):
+def test_wrong_files_and_names_of_weights_are_refused(tmp_path, call, message):
     with pytest.raises(InputError, match=message):
         call(tmp_path)
 
@@ -140,8 +140,8 @@ def test_positions_resize_as_pillow_does(old, new, tokens):
     for channel in range(5):
         grid = Image.fromarray(embedding[0, tokens:, channel].reshape(old, old))
         expected = np.asarray(grid.resize((new, new), Image.Resampling.BICUBIC))
-        found = resized[0, tokens:, channel].reshape(new, new)
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        actual = resized[0, tokens:, channel].reshape(new, new)
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_download_is_checked_kept_and_not_repeated(bucket, tmp_path):
     ("hashes", "message", "requests"),
     [(["md5=abcd"], "cannot download weights", ["HEAD", "GET"]), ([], "sends no MD5", ["HEAD"])],
 )
-def test_a_download_that_cannot_be_checked_leaves_nothing_behind(
+def test_download_without_a_valid_checksum_leaves_no_file(
     bucket, tmp_path, hashes, message, requests
 ):
     bucket.hashes = hashes

@@ -24,7 +24,7 @@ def test_shipped_configurations_are_valid(name):
     assert config.benchmark == name
 
 
-def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
+def test_streams_of_omnibenchmark_1k_have_the_stated_tasks():
     module = importlib.import_module("configs.omnibench1k")
     config = configuration.typed(module.get_config())
     assert config.class_order_seed == stream.REFERENCE_CLASS_ORDER_SEED
@@ -33,7 +33,7 @@ def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
         made = re.sub(r"\$\(printf '(.*)%.0s' \{1\.\.(\d+)\}\)", lambda m: m[1] * int(m[2]), line)
         arguments = ["--config=omnibench1k", f"--config.classes_per_task={made}"]
         sizes.append(command.configured(arguments).classes_per_task)
-    of = [len(stream.task_sizes("omnibench1k", 1000, each)) for each in sizes]
+    of = [len(stream.task_sizes("omnibench1k", 1000, size)) for size in sizes]
     assert of == [100, 200, 151, 301]
 
 

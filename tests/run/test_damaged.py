@@ -46,10 +46,10 @@ def outcome(folder):
 
 
 @pytest.fixture
-def run(whole, tmp_path):
+def run(finished_run, tmp_path):
     """A run without the parts that take long to copy."""
     folder = tmp_path / "run"
-    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("features", "checkpoints"))
+    shutil.copytree(finished_run, folder, ignore=shutil.ignore_patterns("features", "checkpoints"))
     (folder / "latency.json").write_text(
         json.dumps({"contenders": {"baseline": {"milliseconds": [1.0], "peak_bytes": None}}})
     )
@@ -66,8 +66,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_arrays_of_an_export_have_the_names_shapes_and_types_of_its_learner(whole, tmp_path, kind):
-    export.write(whole, out := tmp_path / "out")
+def test_arrays_of_an_export_fit_its_learner(finished_run, tmp_path, kind):
+    export.write(finished_run, out := tmp_path / "out")
     arrays = read_safetensors(out / "merged.safetensors")
     KINDS[kind](arrays, min(arrays))
     write_safetensors(out / "merged.safetensors", arrays)
@@ -102,13 +102,13 @@ def test_predictions_have_true_labels_and_tasks(run, name):
     assert outcome(run) == (line if name in ("label", "task") else None)
 
 
-def test_predictions_are_of_any_whole_type(run):
+def test_predictions_have_any_integer_type(run):
     columns, best = small_runs.predictions(run), "gaussians_label"
     np.savez(run / "predictions.npz", **columns | {best: columns[best].astype(np.uint64)})
     assert outcome(run) is None
 
 
-def test_a_field_of_the_configuration_is_no_object(run):
+def test_object_in_a_saved_configuration_is_one_line(run):
     saved = json.loads((run / "config.json").read_text())
     for value in ({}, {"a": 1}):
         (run / "config.json").write_text(json.dumps(saved | {"classes_per_task": value}))
@@ -134,7 +134,7 @@ def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
     (run / "results.json").write_text("{}")
     groups, skipped = runs.load([run, good])
     ((path, reason),) = skipped.items()
-    assert [each.folder for group in groups for each in group.runs] == [good]
+    assert [valid_run.folder for group in groups for valid_run in group.runs] == [good]
     assert path == run and "results.json: expected a field benchmark" in reason
 
 
@@ -143,9 +143,9 @@ def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
     [{"task": None}, {"task": 2}, {"phase": "a"}, {"step": -1}, {"classes_per_task": []}, None, 3],
     ids=str,
 )
-def test_forged_cursor_of_a_checkpoint_is_named(whole, tmp_path, change):
+def test_forged_cursor_of_a_checkpoint_is_named(finished_run, tmp_path, change):
     """Its manifest fits, so that it is not damaged, and nothing is moved."""
-    folder = small_runs.copied(whole, tmp_path / "run")
+    folder = small_runs.copied(finished_run, tmp_path / "run")
     newest = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
     path = newest / "cursor" / "metadata"
     cursor = change

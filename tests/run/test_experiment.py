@@ -21,28 +21,28 @@ from tests.small_runs import config, events, predictions, results, run, same_out
 
 # After preparation a run looks once, then at every step, and at every batch of an extraction; the
 # pretrained encoder's features may be there from other tests.
-def test_stopped_in_every_task_it_ends_the_same(whole, cache, tmp_path):
+def test_run_stopped_in_every_task_has_equal_results(finished_run, cache, tmp_path):
     for looks in (7, 9, 9):
         stopped(config(cache), tmp_path / "run", looks)
         assert not (tmp_path / "run" / "results.json").exists()
-        tasks = {each["task"] for each in events(tmp_path / "run", "training")}
+        tasks = {event["task"] for event in events(tmp_path / "run", "training")}
         if tasks == {0, 1}:
             break
     assert tasks == {0, 1}
     run(config(cache), tmp_path / "run")
-    same_outcome(whole, tmp_path / "run")
+    same_outcome(finished_run, tmp_path / "run")
     small_runs.nothing_done_twice(tmp_path / "run")
 
 
 @pytest.mark.ci
-def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
+def test_variant_is_recognised_from_the_file_of_weights(cache, tmp_path):
     """Size, mean and deviation, too; the same command finds the run finished."""
     file = encoders.FOLDER / "hf_clip" / "model.safetensors"
     fields = {"encoder__weights": str(file), "encoder__image_size": 0, "train__epochs": 1}
     fields |= {"data__input_range": "model", "evaluation__every": 5}
-    found = run(config(cache, **fields), tmp_path / "run")
-    assert run(config(cache, **fields), tmp_path / "run") == found
-    encoder, saved = found["encoder"], found["config"]
+    actual = run(config(cache, **fields), tmp_path / "run")
+    assert run(config(cache, **fields), tmp_path / "run") == actual
+    encoder, saved = actual["encoder"], actual["config"]
     assert encoder["variant"] == saved["encoder.variant"] == "clip 24x2/4"
     assert saved["encoder.image_size"] == encoder["architecture"]["image_size"] == 12
     assert encoder["architecture"]["std"] == pytest.approx([0.26862954, 0.26130258, 0.27577711])
@@ -51,15 +51,15 @@ def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
         run(config(cache, **fields, train__rank=25), tmp_path / "wide")
 
 
-def test_hardly_trained_heads_of_a_run_raise_no_doubts_about_its_rows(cache, tmp_path, caplog):
+def test_barely_trained_heads_cause_no_warning_about_row_order(cache, tmp_path, caplog):
     rates = {"train__increment_learning_rate": 1e-9, "train__head_learning_rate": 1e-9}
     run(config(cache, train__epochs=1, num_tasks=1, **rates), tmp_path / "run")
     (line,) = [text for text in caplog.messages if text.startswith("head of task 0")]
     assert line.endswith("It was hardly trained. Heads of further tasks are not named")
 
 
-def test_a_run_fits_what_it_is_told_to_and_keeps_no_features_unasked(
-    whole, cache, tmp_path, monkeypatch
+def test_run_fits_the_named_calibrators_and_keeps_no_features(
+    finished_run, cache, tmp_path, monkeypatch
 ):
     """Raw logits and those given the task come from the heads alone; images are kept for a task."""
     freed, forget = [], ByteCache.forget
@@ -73,20 +73,20 @@ def test_a_run_fits_what_it_is_told_to_and_keeps_no_features_unasked(
     fields = config(cache, calibrators="ncm, gaussians", save_features=False)
     stopped(fields, tmp_path / "run", 16)
     assert (tmp_path / "run" / "features" / "train_previous_1.npy").exists()
-    found, known = run(fields, tmp_path / "run"), results(whole)
+    actual, known = run(fields, tmp_path / "run"), results(finished_run)
     assert not list((tmp_path / "run" / "features").iterdir())
-    assert found["accuracy"].keys() == {"raw", "ncm", "gaussians", "oracle"}
+    assert actual["accuracy"].keys() == {"raw", "ncm", "gaussians", "oracle"}
     for name in ("raw", "gaussians", "oracle"):
-        assert found["accuracy"][name] == known["accuracy"][name]
-    assert found["components"] == {}
-    assert found["fdc_storage_bytes"] is None
+        assert actual["accuracy"][name] == known["accuracy"][name]
+    assert actual["components"] == {}
+    assert actual["fdc_storage_bytes"] is None
     assert fdc_jax.open_run(tmp_path / "run").calibrators == ["gaussians", "ncm", "raw"]
     assert freed == [60 * 3 * 32 * 32] * 2
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["rsiat", "slca"])
-def test_the_encoder_before_a_task_can_be_had_of_one_that_keeps_the_newest(cache, tmp_path, name):
+def test_encoder_before_a_task_is_kept_with_the_newest(cache, tmp_path, name):
     """Other encoders are refused when the run is opened."""
     fields = config(cache, learner__name=name)
     stopped(fields, tmp_path / "run", 23)
@@ -109,10 +109,10 @@ def test_the_encoder_before_a_task_can_be_had_of_one_that_keeps_the_newest(cache
         np.testing.assert_array_equal(again["label"], after.predictions["fdc_label"])
 
 
-def test_the_steps_of_every_task_are_taken_once(whole):
-    epochs = [(each["task"], each["epoch"]) for each in events(whole, "epoch")]
+def test_every_step_is_taken_once(finished_run):
+    epochs = [(event["task"], event["epoch"]) for event in events(finished_run, "epoch")]
     assert epochs == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    timing = results(whole)["timing"]
+    timing = results(finished_run)["timing"]
     # The first step of a process compiles and does not count.
     assert timing["training_images"] == 4 * 60 - 18
     assert timing["test_extraction_images"] == 30 + 60
@@ -152,25 +152,25 @@ def test_a_loss_that_is_not_finite_names_task_and_learning_rate(cache, tmp_path)
     assert not (tmp_path / "run" / "results.json").exists()
 
 
-def test_what_is_kept_and_evaluated_on_the_way_has_no_effect(whole, cache, tmp_path):
+def test_caching_and_evaluation_on_the_way_have_no_effect(finished_run, cache, tmp_path):
     """Neither images nor accuracies; features of the pretrained encoder are shared with others."""
-    found = run(config(cache, evaluation__every=5, data__cache_gib=0.0), tmp_path / "run")
-    assert found["timing"] is None
-    assert found["average_incremental_accuracy"] == {
+    actual = run(config(cache, evaluation__every=5, data__cache_gib=0.0), tmp_path / "run")
+    assert actual["timing"] is None
+    assert actual["average_incremental_accuracy"] == {
         name: None for name in ("raw", "fdc", "gaussians")
     }
-    assert [point["task"] for point in found["curve"]] == [1]
-    assert found["accuracy"] == results(whole)["accuracy"]
-    for name, column in predictions(whole).items():
+    assert [point["task"] for point in actual["curve"]] == [1]
+    assert actual["accuracy"] == results(finished_run)["accuracy"]
+    for name, column in predictions(finished_run).items():
         np.testing.assert_array_equal(predictions(tmp_path / "run")[name], column)
-    cached = [each["pretrained_from_cache"] for each in events(tmp_path / "run", "statistics")]
+    cached = [event["pretrained_from_cache"] for event in events(tmp_path / "run", "statistics")]
     assert cached == [1.0, 1.0]
 
 
-def test_memory_that_runs_out_names_what_to_lower(half, cache, tmp_path, monkeypatch):
+def test_memory_that_runs_out_names_what_to_lower(stopped_run, cache, tmp_path, monkeypatch):
     def fail(*arguments):
         raise MemoryError("Unable to allocate 3 TiB")
 
     monkeypatch.setattr("fdc_jax.run.experiment.extract", fail)
     with pytest.raises(InputError, match=r"Unable to allocate 3 TiB\); lower config.train.batch_s"):
-        run(config(cache), small_runs.copied(half, tmp_path / "run"))
+        run(config(cache), small_runs.copied(stopped_run, tmp_path / "run"))

@@ -18,13 +18,13 @@ from tests.small_runs import run as go
 
 
 @pytest.fixture
-def copy(whole, tmp_path):
-    return small_runs.copied(whole, tmp_path / "copy")
+def copy(finished_run, tmp_path):
+    return small_runs.copied(finished_run, tmp_path / "copy")
 
 
-def test_the_seed_that_knows_most_classes_tells_what_is_known(whole, tmp_path):
+def test_known_classes_are_those_of_the_longest_seed(finished_run, tmp_path):
     """A stop leaves the seeds of one command at different numbers of tasks."""
-    saved = read_json(whole / "config.json")
+    saved = read_json(finished_run / "config.json")
     folders = [tmp_path / f"seed_{seed}" for seed in (1, 2, 3, 4)]
     for folder, sizes in zip(folders, ([2], [2, 1], [1, 1]), strict=False):
         names = dict.fromkeys("abc"[: sum(sizes)], "0" * 64)
@@ -42,7 +42,7 @@ def damage(path):
     path.write_bytes(content[: len(content) // 2])
 
 
-def test_a_finished_run_is_not_done_again(copy, cache):
+def test_finished_run_is_not_repeated(copy, cache):
     (copy / "predictions.npz").unlink()
     before = contents(copy)
     assert go(config(cache), copy) == results(copy)
@@ -50,11 +50,11 @@ def test_a_finished_run_is_not_done_again(copy, cache):
 
 
 @pytest.fixture(scope="module")
-def second(half, cache, tmp_path_factory):
+def second(stopped_run, cache, tmp_path_factory):
     """The run of `half`, stopped again in its second task."""
 
     def stop(folder):
-        small_runs.stopped(config(cache), small_runs.copied(half, folder), 3)
+        small_runs.stopped(config(cache), small_runs.copied(stopped_run, folder), 3)
 
     return small_runs.shared(tmp_path_factory, "second", stop)
 
@@ -74,34 +74,36 @@ def test_a_damaged_file_is_named(second, cache, tmp_path, name, message):
         go(config(cache), workdir)
 
 
-def test_a_configuration_that_is_gone_is_not_written_anew(copy, cache):
+def test_lost_configuration_is_not_replaced(copy, cache):
     (copy / "config.json").unlink()
     with pytest.raises(InputError, match=r"has files of a run but no config.json"):
         go(config(cache), copy)
     assert not (copy / "config.json").exists()
 
 
-def test_results_are_written_again(whole, copy, cache):
+def test_results_are_written_again(finished_run, copy, cache):
     """As by a process that was killed after the last task was done."""
     (copy / "results.json").unlink()
     go(config(cache), copy)
-    small_runs.same_outcome(whole, copy)
+    small_runs.same_outcome(finished_run, copy)
 
 
-def test_last_task_is_evaluated_again(whole, copy, cache):
+def test_last_task_is_evaluated_again(finished_run, copy, cache):
     """As by a process that was killed before the last task was done."""
     for name in ("results.json", "tasks/task_001.json", "calibrators/fdc.npz"):
         (copy / name).unlink()
     newest = max((copy / "checkpoints").iterdir(), key=lambda path: int(path.name))
     shutil.rmtree(newest)
     go(config(cache), copy)
-    small_runs.same_outcome(whole, copy)
+    small_runs.same_outcome(finished_run, copy)
     assert [event["task"] for event in small_runs.events(copy, "training")] == [0, 1]
     assert [event["task"] for event in small_runs.events(copy, "statistics")] == [0, 1, 1]
 
 
 @pytest.mark.ci
-def test_lost_features_of_the_encoder_before_are_computed_again(whole, second, cache, tmp_path):
+def test_lost_features_of_the_previous_encoder_are_recomputed(
+    finished_run, second, cache, tmp_path
+):
     """Class Gaussians without them would estimate no drift, and nothing would say so."""
     folder = small_runs.copied(second, tmp_path / "run")
     path = folder / "features" / "train_previous_1.npy"
@@ -109,7 +111,7 @@ def test_lost_features_of_the_encoder_before_are_computed_again(whole, second, c
     path.unlink()
     go(config(cache), folder)
     assert path.read_bytes() == expected
-    small_runs.same_outcome(whole, folder)
+    small_runs.same_outcome(finished_run, folder)
 
 
 def test_missing_evaluation_of_a_task_that_is_done_is_named(copy, cache):
@@ -137,8 +139,8 @@ def test_one_process_per_work_directory(copy, cache):
         "    print('locked', flush=True)\n"
         "    time.sleep(600)\n"
     )
-    words = [sys.executable, "-c", script, copy / ".lock"]
-    other = subprocess.Popen(words, cwd=small_runs.REPOSITORY, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", script, copy / ".lock"]
+    other = subprocess.Popen(command, cwd=small_runs.REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "locked\n"
     name = f"process {other.pid} on {socket.gethostname()}"
     with pytest.raises(InputError, match=f"copy is in use by {name}; wait for it, stop it or"):

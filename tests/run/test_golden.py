@@ -31,11 +31,11 @@ def digest(tree):
 
 
 @pytest.mark.ci
-def test_the_digits_end_as_they_did(tmp_path, cache):
+def test_digits_reproduce_the_golden_run(tmp_path, cache):
     """Bit for bit, where this machine computes as the one did that made the file."""
     config = digits.get_config()
     config.update(cache_dir=str(cache), report=False)
-    found, expected = small_runs.run(configuration.typed(config), tmp_path), golden("digits")
+    actual, expected = small_runs.run(configuration.typed(config), tmp_path), golden("digits")
     same_state = digest(fdc_jax.open_run(tmp_path)._point.state) == expected.pop("state_sha256")
     columns = small_runs.predictions(tmp_path)
     del columns["class_names"]
@@ -46,22 +46,22 @@ def test_the_digits_end_as_they_did(tmp_path, cache):
             assert different <= (0 if same_state else DIFFERENT), name
     for section, numbers in expected.items():
         tolerance = 1e-9 if same_state or "storage" in section else 100 * DIFFERENT
-        assert found[section] == pytest.approx(numbers, abs=tolerance), section
+        assert actual[section] == pytest.approx(numbers, abs=tolerance), section
 
 
 def keys(value):
     """Returns names within names; of a list of objects, those of its objects, which are alike."""
     if isinstance(value, dict):
-        return {name: keys(each) for name, each in value.items()}
+        return {name: keys(item) for name, item in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        first, *others = (keys(each) for each in value)
+        first, *others = (keys(item) for item in value)
         assert others == [first] * len(others)
         return [first]
     return None
 
 
-def test_keys_of_the_results(whole):
+def test_keys_of_the_results(finished_run):
     """All of them; of the configuration those of the contract, beside which there may be others."""
-    found, expected = keys(small_runs.results(whole)), golden("results_keys")
-    assert found.pop("config").keys() >= expected.pop("config").keys()
-    assert found == expected
+    actual, expected = keys(small_runs.results(finished_run)), golden("results_keys")
+    assert actual.pop("config").keys() >= expected.pop("config").keys()
+    assert actual == expected

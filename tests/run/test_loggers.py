@@ -24,11 +24,11 @@ def scalars(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    found = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0})
-    found.Reload()
+    accumulator = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0})
+    accumulator.Reload()
     return {
-        name: [(e.step, make_ndarray(e.tensor_proto).item()) for e in found.Tensors(name)]
-        for name in found.Tags()["tensors"]
+        name: [(e.step, make_ndarray(e.tensor_proto).item()) for e in accumulator.Tensors(name)]
+        for name in accumulator.Tags()["tensors"]
     }
 
 
@@ -39,18 +39,18 @@ def test_tensorboard_has_each_event_once_after_a_stop(cache, tmp_path):
     stopped(fields, folder, 7)  # at the seventh look, within an epoch after a checkpoint
     stopped(fields, folder, 15)
     run(fields, folder)
-    found, epochs = scalars(folder), events(folder, "epoch")
-    assert [step for step, _ in found["epoch/loss"]] == [1, 2, 3, 4]
-    losses = [each["loss"] for each in epochs.values()]
-    np.testing.assert_allclose([value for _, value in found["epoch/loss"]], losses, rtol=1e-6)
+    actual, epochs = scalars(folder), events(folder, "epoch")
+    assert [step for step, _ in actual["epoch/loss"]] == [1, 2, 3, 4]
+    losses = [epoch["loss"] for epoch in epochs.values()]
+    np.testing.assert_allclose([value for _, value in actual["epoch/loss"]], losses, rtol=1e-6)
     first, last = events(folder, "evaluation").values()
     for name in ("raw", "fdc", "gaussians"):
         accuracies = [first["accuracy"][name], last["accuracy"][name]]
-        values = [value for _, value in found[f"evaluation/accuracy/{name}"]]
+        values = [value for _, value in actual[f"evaluation/accuracy/{name}"]]
         np.testing.assert_allclose(values, accuracies, rtol=1e-6)
         with np.load(folder / "predictions.npz") as columns:
             earlier = np.mean(columns[f"{name}_task"] < columns["task"])
-        shares = [value for _, value in found[f"confusion/earlier/{name}"]]
+        shares = [value for _, value in actual[f"confusion/earlier/{name}"]]
         assert shares == [0.0, pytest.approx(100 * earlier)]
 
 
@@ -66,7 +66,7 @@ def test_wandb_has_each_event_once(tmp_path, monkeypatch):
         {"event": "epoch", "time": 8.0, "task": 0, "epoch": 0, "loss": 0.5},
     ]
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"event": "ep')
+    file.write_text("".join(json.dumps(event) + "\n" for event in lines) + '{"event": "ep')
     logged, log = [], wandb.Run.log
 
     def watched(self, values, step):
@@ -83,7 +83,7 @@ def test_wandb_has_each_event_once(tmp_path, monkeypatch):
     assert list(tmp_path.glob("wandb/offline-run-*-6000/*.wandb"))
 
 
-def test_what_is_not_installed_is_said_in_a_line(tmp_path, monkeypatch, caplog):
+def test_missing_logger_package_is_one_line(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     loggers = Loggers("tensorboard", tmp_path / "metrics.jsonl")
     for epoch in range(2):
@@ -94,7 +94,7 @@ def test_what_is_not_installed_is_said_in_a_line(tmp_path, monkeypatch, caplog):
     assert not list(tmp_path.iterdir())
 
 
-def test_unknown_names_are_refused_and_nothing_is_imported_without(cache, tmp_path):
+def test_unknown_loggers_are_refused_and_none_is_imported(cache, tmp_path):
     with pytest.raises(InputError, match=r"config.log: .*wandb"):
         run(config(cache, log="tensorboard,wandbb"), tmp_path / "run")
     code = "import sys, fdc_jax.command; print({'wandb', 'tensorboard'} & set(sys.modules))"

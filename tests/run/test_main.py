@@ -21,7 +21,7 @@ from tests.small_runs import finish, predictions, results, start
 
 
 @pytest.mark.ci
-def test_a_stopped_and_killed_run_ends_with_the_same_numbers(whole, tmp_path, cache):
+def test_a_stopped_and_killed_run_ends_with_the_same_numbers(finished_run, tmp_path, cache):
     """SIGTERM within a task, SIGKILL between fit and evaluation; and what is on the screen."""
     workdir, never = tmp_path / "run", "--config.checkpoint.every_steps=1000000"
     process = start(workdir, never, cache=cache)
@@ -37,7 +37,7 @@ def test_a_stopped_and_killed_run_ends_with_the_same_numbers(whole, tmp_path, ca
     assert process.returncode == -signal.SIGKILL
     assert not (workdir / "results.json").exists()
     output, errors = finish(start(workdir, cache=cache))
-    small_runs.same_outcome(whole, workdir)
+    small_runs.same_outcome(finished_run, workdir)
     small_runs.nothing_done_twice(workdir)
     for text in ("device", "precision parity", "trained parameters a task", "sha256", "digits"):
         assert text in beginning and text in errors
@@ -74,55 +74,64 @@ def test_runs_killed_at_random_end_with_the_same_numbers(tmp_path, cache):
         small_runs.nothing_done_twice(workdir)
 
 
-def test_results_fit_together(whole):
+def test_results_fit_together(finished_run):
     """Their names are those of `tests/golden/results_keys.json`."""
-    found = results(whole)
-    assert (found["num_tasks"], found["num_classes"], found["num_test_images"]) == (2, 10, 60)
-    assert found["selected"] == {"components": "full", "accuracy": found["accuracy"]["fdc"]}
-    assert found["components"]["raw"] == found["accuracy"]["raw"]
-    assert found["components"]["full"] == found["accuracy"]["fdc"]
-    assert found["curve"][-1]["accuracy"] == found["accuracy"]
-    for name, average in found["average_incremental_accuracy"].items():
-        curve = [point["accuracy"][name] for point in found["curve"]]
+    record = results(finished_run)
+    assert (record["num_tasks"], record["num_classes"], record["num_test_images"]) == (2, 10, 60)
+    assert record["selected"] == {"components": "full", "accuracy": record["accuracy"]["fdc"]}
+    assert record["components"]["raw"] == record["accuracy"]["raw"]
+    assert record["components"]["full"] == record["accuracy"]["fdc"]
+    assert record["curve"][-1]["accuracy"] == record["accuracy"]
+    for name, average in record["average_incremental_accuracy"].items():
+        curve = [point["accuracy"][name] for point in record["curve"]]
         assert len(curve) == 2 and average == pytest.approx(np.mean(curve))
-    assert found["fdc_storage_bytes"] == found["storage_bytes"]["fdc"] > 0
-    assert found["notes"] == {"gaussians": "class Gaussians with drift compensation"}
+    assert record["fdc_storage_bytes"] == record["storage_bytes"]["fdc"] > 0
+    assert record["notes"] == {"gaussians": "class Gaussians with drift compensation"}
 
 
-def test_predictions_give_the_accuracies_of_the_results(whole):
-    found, columns = results(whole), predictions(whole)
-    assert columns.pop("class_names").tolist() == found["class_names"]
+def test_predictions_give_the_accuracies_of_the_results(finished_run):
+    record, columns = results(finished_run), predictions(finished_run)
+    assert columns.pop("class_names").tolist() == record["class_names"]
     assert columns.keys() == {
         *("label", "raw_label", "fdc_label", "oracle_label", "fdc_oracle_label"),
         *("task", "raw_task", "fdc_task", "gaussians_label", "gaussians_task"),
     }
-    for name, share in found["accuracy"].items():
+    for name, share in record["accuracy"].items():
         right = columns[f"{name}_label"] == columns["label"]
         assert 100 * np.mean(right) == pytest.approx(share)
-    for name, share in found["routing_accuracy"].items():
+    for name, share in record["routing_accuracy"].items():
         assert 100 * np.mean(columns[f"{name}_task"] == columns["task"]) == pytest.approx(share)
         right = columns[f"{name}_label"] == columns["label"]
         by_task = evaluation.task_accuracies(columns["task"], right)
-        np.testing.assert_allclose(found["curve"][-1]["task_accuracy"][name], by_task)
+        np.testing.assert_allclose(record["curve"][-1]["task_accuracy"][name], by_task)
     # Five classes a task, in class order.
     for label, task in (("label", "task"), ("oracle_label", "task"), ("fdc_label", "fdc_task")):
         np.testing.assert_array_equal(columns[label] // 5, columns[task])
 
 
-def test_saved_features_and_calibrator_repeat_the_results(whole, tmp_path):
+def test_saved_features_and_calibrator_repeat_the_results(finished_run, tmp_path):
     output = tmp_path / "calibrated.npz"
     for name in ("fdc", "gaussians"):
-        words = [str(whole / "features"), f"--output={output}", f"--method={name}", "--quiet"]
-        assert posthoc.main(words) == 0
+        arguments = [
+            str(finished_run / "features"),
+            f"--output={output}",
+            f"--method={name}",
+            "--quiet",
+        ]
+        assert posthoc.main(arguments) == 0
         with np.load(output) as again:
-            np.testing.assert_array_equal(again["raw_label"], predictions(whole)["raw_label"])
-            np.testing.assert_array_equal(again["label"], predictions(whole)[f"{name}_label"])
+            np.testing.assert_array_equal(
+                again["raw_label"], predictions(finished_run)["raw_label"]
+            )
+            np.testing.assert_array_equal(
+                again["label"], predictions(finished_run)[f"{name}_label"]
+            )
 
 
 def test_a_finished_run_is_shown_again_with_its_report(
-    whole, cache, tmp_path, caplog, capsys, no_figures
+    finished_run, cache, tmp_path, caplog, capsys, no_figures
 ):
-    workdir = small_runs.copied(whole, tmp_path / "run")
+    workdir = small_runs.copied(finished_run, tmp_path / "run")
     before = (workdir / "metrics.jsonl").read_text()
     config = small_runs.config(cache, report=True)
     seeds.run(config, str(workdir))
@@ -184,22 +193,24 @@ class Shows(Learner):
 
 
 @pytest.mark.ci
-def test_five_frames_lead_from_the_command_to_the_loop_over_tasks(tmp_path, cache):
+def test_five_frames_lead_from_the_command_to_the_task_loop(tmp_path, cache):
     (tmp_path / "shows.py").write_text(SHOWS)
     config = f"--config={small_runs.REPOSITORY / 'configs' / 'digits.py'}:shows"
     process = start("run", config, "--quiet", cache=cache, cwd=tmp_path)
     _, errors = finish(process, expected=4)
     files = [Path(file) for file in re.findall('File "(.*)", line', errors)]
-    ours = [file.name for file in files if "site-packages" not in file.parts]
-    assert ours[: ours.index("experiment.py") + 1] == [
+    files_of_the_package = [file.name for file in files if "site-packages" not in file.parts]
+    assert files_of_the_package[: files_of_the_package.index("experiment.py") + 1] == [
         *("main.py", "command.py", "seeds.py", "seeds.py", "experiment.py")
     ]
 
 
 def test_a_command_line_gives_a_configuration():
-    words = "--config digits:slca --config.seed 1,2 --config.classes_per_task 3,2 --noconfig.report"
+    arguments = (
+        "--config digits:slca --config.seed 1,2 --config.classes_per_task 3,2 --noconfig.report"
+    )
     order = ["--config.class_order=a,b", "--config.class_order_seed=-1"]
-    config = command.configured([*words.split(), *order])
+    config = command.configured([*arguments.split(), *order])
     assert (config.learner.name, config.seed, config.report) == ("slca", (1, 2), False)
     assert config.classes_per_task == (3, 2)
     assert command.configured(["--config=digits", "--config.classes_per_task=5"]) != config
@@ -209,8 +220,8 @@ def test_a_file_of_flags_may_name_another(tmp_path):
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     inner.write_text("--config.train.epochs=3\n")
     outer.write_text(f"# fields\n--config=digits:slca\n--flagfile={inner}\n")
-    for words in ([f"--flagfile={outer}"], ["--flagfile", str(outer)]):
-        config = command.configured([*words, "--config.seed=2"])
+    for arguments in ([f"--flagfile={outer}"], ["--flagfile", str(outer)]):
+        config = command.configured([*arguments, "--config.seed=2"])
         assert (config.learner.name, config.train.epochs, config.seed) == ("slca", 3, (2,))
     with pytest.raises(InputError, match=r"--config\.train\.epochs is given twice"):
         command.configured([f"--flagfile={outer}", "--config.train.epochs=4"])
@@ -225,13 +236,13 @@ def test_a_plan_times_the_steps_of_any_learner(name, cache, tmp_path):
 
 
 @pytest.mark.ci
-def test_several_seeds(tmp_path, cache, capsys):
+def test_several_seeds_write_a_summary(tmp_path, cache, capsys):
     config, workdir = small_runs.config(cache, seed=(1, 2), train__epochs=1), tmp_path / "run"
-    found = seeds.run(config, str(workdir))
+    collected = seeds.run(config, str(workdir))
     command.show(config, str(workdir))
     expected = [results(tmp_path / "run" / f"seed_{seed}") for seed in (1, 2)]
-    assert [msgspec.to_builtins(result) for result in found] == expected
-    values = [result.accuracy["fdc"] for result in found]
+    assert [msgspec.to_builtins(result) for result in collected] == expected
+    values = [result.accuracy["fdc"] for result in collected]
     output, errors = capsys.readouterr()
     assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in output
     assert "seed 2, after task 2/2" in errors

@@ -33,10 +33,10 @@ COMMAND_LINE = {
 }
 
 
-@pytest.mark.parametrize("words", COMMAND_LINE)
-def test_command_line(words):
-    with pytest.raises(InputError, match=COMMAND_LINE[words].replace("?", r"\?")) as caught:
-        command.configured(words.split())
+@pytest.mark.parametrize("arguments", COMMAND_LINE)
+def test_wrong_command_lines_are_one_line(arguments):
+    with pytest.raises(InputError, match=COMMAND_LINE[arguments].replace("?", r"\?")) as caught:
+        command.configured(arguments.split())
     assert "\n" not in str(caught.value)
 
 
@@ -85,7 +85,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("field", VALUES)
-def test_values(field):
+def test_wrong_values_are_one_line(field):
     for value in VALUES[field]:
         config = base.get_config()
         config.update_from_flattened_dict({field: value})
@@ -134,7 +134,7 @@ def test_a_batch_that_cannot_fit_is_refused(field, most, cache, tmp_path, monkey
     run(config(cache, **sizes | {field: most, "num_tasks": 1}), tmp_path / "run")
 
 
-def test_a_state_of_another_form_is_one_line(cache, tmp_path):
+def test_state_of_another_structure_is_one_line(cache, tmp_path):
     with pytest.raises(InputError, match="must return a state like that of") as caught:
         run(config(cache, learner__name="tests.learners.grows"), tmp_path / "run")
     assert "\n" not in str(caught.value)
@@ -161,7 +161,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_mistake_in_a_learner_has_a_note(method, cache, tmp_path, monkeypatch):
+def test_error_in_a_learner_has_a_note(method, cache, tmp_path, monkeypatch):
     name = f"own_{list(METHODS).index(method)}"
     text = f"from fdc_jax.learners import Learner\n\n\nclass Own(Learner):\n    def {method}\n"
     file = tmp_path / f"{name}.py"
@@ -201,13 +201,13 @@ OTHER_RUNS = [
 @pytest.mark.parametrize(
     ("fields", "message"), OTHER_RUNS, ids=lambda it: re.sub(r"\W", "_", str(it))[:30]
 )
-def test_work_directories_of_other_runs(fields, message, whole, cache, tmp_path):
-    copy = small_runs.copied(whole, tmp_path / "copy")
+def test_work_directories_of_other_runs(fields, message, finished_run, cache, tmp_path):
+    copy = small_runs.copied(finished_run, tmp_path / "copy")
     if "encoder__weights" in fields:
         fields = dict(encoder__weights=str(small_runs.other_weights(tmp_path)))
     with pytest.raises(InputError, match=message):
         run(config(cache, **fields), copy)
-    small_runs.same_outcome(copy, whole)
+    small_runs.same_outcome(copy, finished_run)
 
 
 def test_work_directories_that_hold_no_single_run(cache, tmp_path):

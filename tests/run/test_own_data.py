@@ -52,9 +52,9 @@ def add(root, *names):
         number = ALL.index(name)
         rng = np.random.default_rng(number)
         for index in range(9):
-            place = root / ("test" if index > 5 else "train") / name
-            place.mkdir(parents=True, exist_ok=True)
-            photograph(number, rng).save(place / f"{index}.png")
+            class_folder = root / ("test" if index > 5 else "train") / name
+            class_folder.mkdir(parents=True, exist_ok=True)
+            photograph(number, rng).save(class_folder / f"{index}.png")
 
 
 def make_root(root):
@@ -70,29 +70,29 @@ def root(tmp_path_factory):
 
 
 def config(source, cache, **fields):
-    found = own.get_config()
-    found.data.source, found.cache_dir = str(source), str(cache)
-    found.classes_per_task = SIZES
-    found.update_from_flattened_dict(SETTINGS)
-    found.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
-    return configuration.typed(found)
+    settings = own.get_config()
+    settings.data.source, settings.cache_dir = str(source), str(cache)
+    settings.classes_per_task = SIZES
+    settings.update_from_flattened_dict(SETTINGS)
+    settings.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
+    return configuration.typed(settings)
 
 
 @pytest.fixture(scope="module")
-def whole(root, cache, tmp_path_factory):
+def finished_run(root, cache, tmp_path_factory):
     """A run that knew all classes from the start, in the order of those of `grown`."""
     known = config(root / "trees", cache, class_order=ALL)
     return small_runs.shared(tmp_path_factory, "own_whole", lambda it: small_runs.run(known, it))
 
 
-def grow(cache, place):
-    source, workdir = place / "trees", place / "end"
+def grow(cache, folder):
+    source, workdir = folder / "trees", folder / "end"
     add(source, *OLD)
     few = dict(classes_per_task=SIZES[:2])
     first = small_runs.run(config(source, cache, num_tasks=1, **few), workdir)
     assert (first["num_tasks"], first["class_names"], first["num_classes"]) == (1, [*OLD[:3]], 3)
     assert first["num_test_images"] == 9
-    small_runs.copied(workdir, place / "first")
+    small_runs.copied(workdir, folder / "first")
     stopped(config(source, cache, **few), workdir, 4)
     assert small_runs.events(workdir, "training")[-1]["task"] == 1
     add(source, *NEW)
@@ -100,7 +100,7 @@ def grow(cache, place):
     assert (second["num_tasks"], second["class_names"]) == (2, [*OLD])
     stopped(config(source, cache), workdir, 4)
     assert small_runs.events(workdir, "training")[-1]["task"] == 2
-    small_runs.copied(workdir, place / "amid")
+    small_runs.copied(workdir, folder / "amid")
     small_runs.run(config(source, cache), workdir)
 
 
@@ -110,8 +110,8 @@ def grown(cache, tmp_path_factory):
 
     Returns the work directory of the end, and copies of it after the first task and amid the third.
     """
-    place = small_runs.shared(tmp_path_factory, "own_grown", lambda it: grow(cache, it))
-    return [place / name for name in ("end", "first", "amid")]
+    workdir = small_runs.shared(tmp_path_factory, "own_grown", lambda it: grow(cache, it))
+    return [workdir / name for name in ("end", "first", "amid")]
 
 
 def newest_checkpoint(folder):
@@ -121,21 +121,23 @@ def newest_checkpoint(folder):
 
 
 @pytest.mark.ci
-def test_it_ends_as_if_all_had_been_known(whole, grown):
+def test_grown_run_equals_a_run_of_all_classes(finished_run, grown):
     end, first, amid = grown
-    small_runs.same_outcome(whole, end, without=["class_order"])
+    small_runs.same_outcome(finished_run, end, without=["class_order"])
     small_runs.nothing_done_twice(end)
     for name in ("fdc.npz", "gaussians.npz"):
-        for folder in (Path(), newest_checkpoint(whole).relative_to(whole)):
-            with np.load(whole / folder / "calibrators" / name) as arrays:
+        for folder in (Path(), newest_checkpoint(finished_run).relative_to(finished_run)):
+            with np.load(finished_run / folder / "calibrators" / name) as arrays:
                 expected = dict(arrays)
             with np.load(end / folder / "calibrators" / name) as arrays:
                 small_runs.assert_equal(dict(arrays), expected)
-    names = sorted(path.name for path in (whole / "features").glob("*.npy"))
+    names = sorted(path.name for path in (finished_run / "features").glob("*.npy"))
     assert names == sorted(path.name for path in (end / "features").glob("*.npy"))
     for name in names:
-        ours, theirs = (np.load(place / "features" / name) for place in (end, whole))
-        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+        actual, reference = (
+            np.load(workdir / "features" / name) for workdir in (end, finished_run)
+        )
+        np.testing.assert_array_equal(actual, reference, err_msg=name)
     # What was measured early stays as it was, to the byte.
     assert small_runs.results(amid)["curve"] == small_runs.results(end)["curve"][:2]
     for name in ("tasks/task_000.json", "features/train_adapted_0.npy"):
@@ -143,7 +145,7 @@ def test_it_ends_as_if_all_had_been_known(whole, grown):
 
 
 @pytest.mark.ci
-def test_its_earlier_results_stand_while_it_goes_on(grown, cache, monkeypatch):
+def test_earlier_results_stay_while_a_run_grows(grown, cache, monkeypatch):
     monkeypatch.setenv("FDC_JAX_CACHE", str(cache))
     run = fdc_jax.open_run(grown[2], data_dir=str(grown[0].parent / "trees"))
     assert (run.num_tasks, run.class_names) == (2, [*OLD])
@@ -153,21 +155,23 @@ def test_its_earlier_results_stand_while_it_goes_on(grown, cache, monkeypatch):
 
 
 def test_without_its_data_a_run_opens_and_names_photographs(
-    whole, root, cache, monkeypatch, tmp_path
+    finished_run, root, cache, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("FDC_JAX_CACHE", str(cache))
-    place = tmp_path / "trees"
-    run = fdc_jax.open_run(whole, data_dir=str(root / "nowhere"))
+    data_folder = tmp_path / "trees"
+    run = fdc_jax.open_run(finished_run, data_dir=str(root / "nowhere"))
     with pytest.raises(InputError, match=r"config.data.source: .*nowhere: expected a folder or an"):
         run.test_images(np.arange(4))
-    moved = fdc_jax.open_run(whole, data_dir=str(shutil.copytree(root / "trees", place)))
+    moved = fdc_jax.open_run(
+        finished_run, data_dir=str(shutil.copytree(root / "trees", data_folder))
+    )
     assert len(moved.test_images(np.arange(4))) == 4
     assert list(run.class_names) == list(ALL)
     assert len(run.heads()) == 3 and run.encoders.learner.setup.classes_per_task == SIZES
     images = [root / f"trees/test/{name}/{n}.png" for name in ALL for n in (6, 7, 8)]
-    found = run.predict(images, method="fdc")
+    answers = run.predict(images, method="fdc")
     expected = np.array(ALL)[run.predictions["fdc_label"]]
-    np.testing.assert_array_equal(found["class"], expected)
+    np.testing.assert_array_equal(answers["class"], expected)
 
 
 REFUSED = [
@@ -184,14 +188,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda each: str(each)[:30])
-def test_what_is_no_continuation_is_refused(root, whole, cache, tmp_path, fields, message):
-    workdir = small_runs.copied(whole, tmp_path / "run")
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda change: str(change)[:30])
+def test_changes_of_known_classes_are_refused(root, finished_run, cache, tmp_path, fields, message):
+    workdir = small_runs.copied(finished_run, tmp_path / "run")
     before = (workdir / "config.json").read_bytes()
     with pytest.raises(InputError, match=message):
         small_runs.run(config(root / "trees", cache, **dict(class_order=ALL) | fields), workdir)
     assert (workdir / "config.json").read_bytes() == before
-    small_runs.same_outcome(workdir, whole)
+    small_runs.same_outcome(workdir, finished_run)
 
 
 def removed(root):
@@ -209,16 +213,16 @@ def added(root):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "actual"),
     [(removed, "no such class"), (changed, "other images"), (added, "other images")],
 )
-def test_a_class_that_a_run_knows_stays_as_it_is(grown, cache, tmp_path, change, found):
+def test_images_of_known_classes_must_stay(grown, cache, tmp_path, change, actual):
     """Even one that it has not learned yet, and with further classes beside it."""
     first, source = small_runs.copied(grown[1], tmp_path / "first"), tmp_path / "trees"
     add(source, *OLD, *NEW)
     change(source)
     before = (first / "config.json").read_bytes()
-    message = rf"first: expected the class box of trees as this run knows it, found {found}; a run"
+    message = rf"first: expected the class box of trees as this run knows it, found {actual}; a run"
     sizes = (*SIZES[:2], 2) if change is removed else SIZES
     with pytest.raises(InputError, match=message):
         small_runs.run(config(source, cache, classes_per_task=sizes), first)
@@ -234,8 +238,8 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
         add(source, *names)
         stopped(pairs, workdir, 2)
         kept.append(json.loads((workdir / "config.json").read_text()))
-    assert [each["classes of planned tasks"] for each in kept] == [[2, 1], [2, 1, 2, 2]]
-    assert [list(each["known classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
+    assert [saved["classes of planned tasks"] for saved in kept] == [[2, 1], [2, 1, 2, 2]]
+    assert [list(saved["known classes"]) for saved in kept] == [[*NEW], [*NEW, *OLD]]
     assert kept[1]["known classes"].items() > kept[0]["known classes"].items()
     # Other sizes are another run.
     advice = (
@@ -253,7 +257,7 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
 
 
 @pytest.mark.ci
-def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, cache, tmp_path):
+def test_equal_tasks_in_another_notation_are_accepted(root, grown, cache, tmp_path):
     """The report has the user's names, and no number of the paper."""
     workdir = small_runs.copied(grown[0], tmp_path / "run")
     order = (str(root / "order.txt"),)
@@ -273,7 +277,7 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
         assert all("paper" not in row for row in rows), table.name
 
 
-def test_who_plans_ahead_says_so(cache, tmp_path, caplog):
+def test_planned_classes_are_stated(cache, tmp_path, caplog):
     """InfLoRA protects the more the more of its tasks are done."""
     source = tmp_path / "trees"
     add(source, *OLD)
@@ -291,7 +295,7 @@ def test_who_plans_ahead_says_so(cache, tmp_path, caplog):
 # Settings -----------------------------------------------------------------------------------------
 
 
-def test_what_is_chosen_for_images_of_ones_own_is_said_and_stays(cache, tmp_path):
+def test_defaults_for_own_images_are_stated_and_saved(cache, tmp_path):
     source, fields = tmp_path / "trees", {"train__epochs": 0, "classes_per_task": 0}
     add(source, *OLD)
     setup = setups.build(config(source, cache, **fields), quiet=True)

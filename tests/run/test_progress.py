@@ -9,22 +9,22 @@ from fdc_jax.run import progress
 
 @pytest.fixture
 def clock(monkeypatch):
-    found = types.SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: found.now)
-    return found
+    time = types.SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: time.now)
+    return time
 
 
 @pytest.mark.parametrize(
-    ("each", "left"),
+    ("step", "left"),
     [(2.0, "about 16 s left"), (15.0, "about 2 min left"), (0.0, "about 0 s left")],
 )
-def test_time_left_is_shown_from_the_second_step_on_without_compilation(clock, capsys, each, left):
+def test_time_left_excludes_compilation(clock, capsys, step, left):
     shown = progress.Progress()
     shown.start(total=10, done=0)
     clock.now += 300  # the first step compiles
     shown.step("task 1/2 epoch 1/1", loss="2.303")
     assert capsys.readouterr().err == ""
-    clock.now += each
+    clock.now += step
     shown.step("task 1/2 epoch 1/1", loss="1.700")
     line = f"task 1/2 epoch 1/1: step 2 of 10, loss 1.700, {left}\n"
     assert capsys.readouterr().err == line

@@ -41,9 +41,9 @@ def test_impossible_results_are_refused(message):
         convert(RESULTS | WRONG[message], records.Results)
 
 
-def test_records_hold_the_labels_of_many_images(whole):
+def test_records_hold_the_labels_of_many_images(finished_run):
     """OmniBenchmark has 5,983 test images and 300 classes; larger sets have more."""
-    record = json.loads((whole / "tasks" / "task_000.json").read_text())
+    record = json.loads((finished_run / "tasks" / "task_000.json").read_text())
     labels = evaluation.pack(np.random.default_rng(0).integers(300, size=50_000))
     record["labels"] = dict.fromkeys(record["labels"], labels)
     assert convert(record, records.Record).labels == record["labels"]
@@ -55,9 +55,9 @@ def test_records_hold_the_labels_of_many_images(whole):
 @pytest.mark.parametrize(
     ("name", "kind"), [("results.json", records.Results), ("tasks/task_001.json", records.Record)]
 )
-def test_files_are_unchanged_by_reading_and_writing(whole, name, kind):
-    saved = json.loads((whole / name).read_text())
-    read = records.read(whole / name, kind, "")
+def test_files_are_unchanged_by_reading_and_writing(finished_run, name, kind):
+    saved = json.loads((finished_run / name).read_text())
+    read = records.read(finished_run / name, kind, "")
     assert json.loads(msgspec.json.encode(read)) == saved
 
 

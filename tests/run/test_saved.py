@@ -20,27 +20,28 @@ from tests import small_runs
 from tests.small_runs import contents, results
 
 
-def test_a_finished_run_is_opened_without_a_change(whole, cache):
-    before = contents(whole)
-    run = fdc_jax.open_run(whole)
+def test_a_finished_run_is_opened_without_a_change(finished_run, cache):
+    before = contents(finished_run)
+    run = fdc_jax.open_run(finished_run)
     assert (run.num_tasks, run.config.train.rank) == (2, 10)
-    assert json.loads(msgspec.json.encode(run.results)) == results(whole)
+    assert json.loads(msgspec.json.encode(run.results)) == results(finished_run)
     assert sorted(run.class_names) == [str(digit) for digit in range(10)]
     rows = np.array([3, 0, 58])
     images = run.test_images(rows)
     assert (images.shape, images.dtype) == ((3, 32, 32, 3), np.uint8)
     for name, t in (("test_adapted", 2), ("test_pretrained", 0)):
-        expected = np.load(whole / "features" / f"{name}.npy")[rows]
+        expected = np.load(finished_run / "features" / f"{name}.npy")[rows]
         np.testing.assert_allclose(run.features(images, t), expected, atol=1e-5)
     # Both are by E_1: of the first task after it, of the second one before it.
     tasks = run.tasks
     for task, name in enumerate(("train_adapted_0", "train_previous_1")):
         images = evaluation_images(tasks.train, tasks.train_indices[task][:4], 32)
-        saved = np.load(whole / "features" / f"{name}.npy")
+        saved = np.load(finished_run / "features" / f"{name}.npy")
         np.testing.assert_allclose(run.features(images, 1), saved[:4], atol=1e-5)
-    assert not (whole / "features" / "train_previous_0.npy").exists()
+    assert not (finished_run / "features" / "train_previous_0.npy").exists()
     adapted, pretrained = (
-        np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained")
+        np.load(finished_run / "features" / f"test_{view}.npy")
+        for view in ("adapted", "pretrained")
     )
     fdc = run.calibrator("fdc")
     np.testing.assert_array_equal(
@@ -50,11 +51,11 @@ def test_a_finished_run_is_opened_without_a_change(whole, cache):
         np.testing.assert_array_equal(head.weight, other.weight)
     with pytest.raises(InputError, match="expected E_0 to E_2, found E_3"):
         run.encoder(3)
-    assert contents(whole) == before
+    assert contents(finished_run) == before
 
 
-def test_a_stopped_run_is_opened_as_far_as_it_went(half):
-    run = fdc_jax.open_run(half)
+def test_a_stopped_run_is_opened_as_far_as_it_went(stopped_run):
+    run = fdc_jax.open_run(stopped_run)
     assert (run.results, run.num_tasks, len(run.heads())) == (None, 2, 1)
     assert [record.task for record in run.read_records()] == [0]
     assert run.calibrator("fdc").num_tasks == 1
@@ -65,8 +66,8 @@ def test_a_stopped_run_is_opened_as_far_as_it_went(half):
         run.test_images(np.arange(2))
 
 
-def test_what_is_no_run_or_another_one_is_refused(whole, tmp_path):
-    copy = small_runs.copied(whole, tmp_path / "copy")
+def test_folder_without_a_run_is_refused(finished_run, tmp_path):
+    copy = small_runs.copied(finished_run, tmp_path / "copy")
     with pytest.raises(InputError, match=r"found no config.json"):
         fdc_jax.open_run(tmp_path)
     (tmp_path / "seed_2").mkdir()
@@ -83,13 +84,13 @@ def test_what_is_no_run_or_another_one_is_refused(whole, tmp_path):
 
 
 @pytest.mark.ci
-def test_weights_of_own_runs_are_found_by_their_checksum_while_they_are_there(cache, tmp_path):
+def test_weights_are_located_by_their_checksum(cache, tmp_path):
     weights, folder = small_runs.other_weights(tmp_path), tmp_path / "run"
     fields = small_runs.config(cache, encoder__weights=str(weights), num_tasks=1, train__epochs=1)
     small_runs.run(fields, folder)
     expected = fdc_jax.open_run(folder, weights=str(weights)).predict(np.zeros((8, 8), np.uint8))
-    found = fdc_jax.open_run(folder).predict(np.zeros((8, 8), np.uint8))
-    pd.testing.assert_frame_equal(found, expected)
+    answers = fdc_jax.open_run(folder).predict(np.zeros((8, 8), np.uint8))
+    pd.testing.assert_frame_equal(answers, expected)
     copy = weights.rename(tmp_path / "copy.npz")
     record, away = cache / "weights" / f"{sha256(copy)}.json", tmp_path / "away.json"
     digits = small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz"
@@ -108,9 +109,9 @@ def test_weights_of_own_runs_are_found_by_their_checksum_while_they_are_there(ca
     assert fdc_jax.open_run(folder).encoders.pretrained.path == weights
 
 
-def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_path):
+def test_a_run_of_an_earlier_version_is_opened_and_goes_on(finished_run, cache, tmp_path):
     """Its fields that came later have their defaults; one that is gone is passed over."""
-    copy = small_runs.copied(whole, tmp_path / "copy")
+    copy = small_runs.copied(finished_run, tmp_path / "copy")
     saved = json.loads((copy / "config.json").read_text())
     later = [name for name in saved if name.startswith("learner.slca.")]
     later += ["encoder.heads", "evaluation.every", "train.schedule"]
@@ -120,11 +121,11 @@ def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_pat
     fields = configuration.flatten(run.config)
     assert {name: fields[name] for name in later} == {name: saved[name] for name in later}
     images = run.test_images(np.arange(3))
-    expected = fdc_jax.open_run(whole).features(images, 2)
+    expected = fdc_jax.open_run(finished_run).features(images, 2)
     np.testing.assert_array_equal(run.features(images, 2), expected)
     (copy / "results.json").unlink()
     small_runs.run(small_runs.config(cache), copy)
-    small_runs.same_outcome(whole, copy)
+    small_runs.same_outcome(finished_run, copy)
 
 
 def in_layout_of_0_2_0(folder):
@@ -145,15 +146,15 @@ def in_layout_of_0_2_0(folder):
     return folder
 
 
-def test_finished_run_of_0_2_0_is_opened(whole, tmp_path):
-    run = fdc_jax.open_run(in_layout_of_0_2_0(small_runs.copied(whole, tmp_path / "run")))
+def test_finished_run_of_0_2_0_is_opened(finished_run, tmp_path):
+    run = fdc_jax.open_run(in_layout_of_0_2_0(small_runs.copied(finished_run, tmp_path / "run")))
     image = np.zeros((8, 8), np.uint8)
-    pd.testing.assert_frame_equal(run.predict(image), fdc_jax.open_run(whole).predict(image))
+    pd.testing.assert_frame_equal(run.predict(image), fdc_jax.open_run(finished_run).predict(image))
     assert len(run.heads()) == 2
 
 
-def test_stopped_run_of_0_2_0_names_the_version_that_resumes_it(half, cache, tmp_path):
-    folder = in_layout_of_0_2_0(small_runs.copied(half, tmp_path / "run"))
+def test_stopped_run_of_0_2_0_names_the_version_that_resumes_it(stopped_run, cache, tmp_path):
+    folder = in_layout_of_0_2_0(small_runs.copied(stopped_run, tmp_path / "run"))
     before = contents(folder)
     with pytest.raises(InputError, match=r"are of fdc_jax 0.2.0; resume the run with that vers"):
         small_runs.run(small_runs.config(cache), folder)
@@ -197,13 +198,13 @@ print(codes)
         pytest.param("export", "cifar100", marks=pytest.mark.slow),
     ],
 )
-def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path, kind, benchmark):
+def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path, kind, benchmark):
     """No cache, images or weights that it names are read, and nothing is downloaded."""
-    folder, own, stranger = (tmp_path / name for name in ("run", "own", "stranger"))
+    folder, known, stranger = (tmp_path / name for name in ("run", "own", "stranger"))
     if kind == "export":
-        export.write(whole, folder)
+        export.write(finished_run, folder)
     else:
-        small_runs.copied(whole, folder)
+        small_runs.copied(finished_run, folder)
     images = stranger / "images"
     for name in "0123456789":
         (images / "train" / name).mkdir(parents=True)
@@ -220,23 +221,23 @@ def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path
         (folder / name).write_text(json.dumps(saved))
     if kind == "export":
         write_manifest(folder)
-    own.mkdir()
-    image = shutil.copy(images / "test" / "0" / "0.png", own)
-    variables = {"FDC_JAX_CACHE": str(own / "cache")}
+    known.mkdir()
+    image = shutil.copy(images / "test" / "0" / "0.png", known)
+    variables = {"FDC_JAX_CACHE": str(known / "cache")}
     environment = {name: value for name, value in os.environ.items() if "COMPILATION" not in name}
     printed = small_runs.python(
-        *("-c", COMMANDS, folder, own, stranger, image, compiled),
+        *("-c", COMMANDS, folder, known, stranger, image, compiled),
         env=environment | variables,
     )
     assert printed.splitlines()[-1] == "[0, 0, 0, 2]"  # The images of latency are to be named.
-    assert (own / "cache").stat().st_mode & 0o777 == 0o700
-    assert "needs the images of" in (own / "report" / "report.html").read_text()
+    assert (known / "cache").stat().st_mode & 0o777 == 0o700
+    assert "needs the images of" in (known / "report" / "report.html").read_text()
     actual = fdc_jax.open_run(folder).config
     assert (actual.cache_dir, actual.data.source, actual.data.workers) == ("", "", 0)
 
 
-def test_code_of_a_learner_outside_the_package_runs_where_the_caller_names_it(whole, tmp_path):
-    copy = small_runs.copied(whole, tmp_path / "copy")
+def test_learner_outside_the_package_runs_only_if_named(finished_run, tmp_path):
+    copy = small_runs.copied(finished_run, tmp_path / "copy")
     saved = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(saved | {"learner.name": "tests.fails_in_loss"}))
     run = fdc_jax.open_run(copy)

@@ -33,26 +33,28 @@ def finish_two(running, expected=0):
     return [finish(process, expected)[1] for process in running]
 
 
-def nearly_same(found, expected):
+def nearly_same(actual, expected):
     """Asserts that features agree to float tolerance, and what was counted exactly."""
     names = sorted(path.name for path in (expected / "features").glob("*.npy"))
     assert "train_adapted_1.npy" in names
     for name in names:
-        ours, theirs = (np.load(folder / "features" / name) for folder in (found, expected))
-        if theirs.dtype.kind == "f":
-            np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max(), err_msg=name)
+        first, second = (np.load(folder / "features" / name) for folder in (actual, expected))
+        if second.dtype.kind == "f":
+            np.testing.assert_allclose(
+                first, second, atol=1e-4 * np.abs(second).max(), err_msg=name
+            )
         else:
-            np.testing.assert_array_equal(ours, theirs, err_msg=name)
-    ours, theirs = small_runs.results(found), small_runs.results(expected)
+            np.testing.assert_array_equal(first, second, err_msg=name)
+    first, second = small_runs.results(actual), small_runs.results(expected)
     for name in ("num_tasks", "num_train_images", "num_test_images", "fdc_storage_bytes"):
-        assert ours[name] == theirs[name]
+        assert first[name] == second[name]
     counted = "test_extraction_images"
-    assert ours["timing"][counted] == theirs["timing"][counted]
-    ours, theirs = small_runs.predictions(found), small_runs.predictions(expected)
-    np.testing.assert_array_equal(ours["label"], theirs["label"])
+    assert first["timing"][counted] == second["timing"][counted]
+    first, second = small_runs.predictions(actual), small_runs.predictions(expected)
+    np.testing.assert_array_equal(first["label"], second["label"])
     # Of sixty images one may lie on an edge.
     for name in ("fdc_label", "raw_label"):
-        assert (ours[name] != theirs[name]).sum() <= 1
+        assert (first[name] != second[name]).sum() <= 1
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +62,8 @@ def two(tmp_path_factory, cache):
     """A run of two processes on two devices each; `said.json` holds what both printed."""
 
     def make(workdir):
-        said = [finish(process) for process in start_two(workdir, cache=cache)]
-        (workdir / "said.json").write_text(json.dumps(said))
+        outputs = [finish(process) for process in start_two(workdir, cache=cache)]
+        (workdir / "said.json").write_text(json.dumps(outputs))
 
     return small_runs.shared(tmp_path_factory, "two", make)
 
@@ -73,8 +75,8 @@ GLOO = set("Gloo Rank is connected to peer ranks Expected number of".split())
 
 
 @pytest.mark.ci
-def test_two_processes_give_what_one_gives_and_the_first_alone_writes_and_speaks(whole, two):
-    nearly_same(two, whole)
+def test_two_processes_equal_one_and_the_first_writes(finished_run, two):
+    nearly_same(two, finished_run)
     (output, errors), (other_output, other_errors) = json.loads((two / "said.json").read_text())
     assert "device     4 x cpu" in errors
     assert "after task 2/2" in errors
@@ -87,7 +89,7 @@ def test_two_processes_give_what_one_gives_and_the_first_alone_writes_and_speaks
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_other_and_the_same_command_goes_on(two, tmp_path, cache):
+def test_killed_process_ends_the_other_and_the_run_resumes(two, tmp_path, cache):
     workdir = tmp_path / "run"
     running = start_two(workdir, "--quiet", cache=cache)
     wait_for(workdir, "statistics", running[0])
@@ -108,8 +110,10 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
     running = start_two(workdir, never, "--quiet", cache=cache)
     wait_for(workdir, "training", running[0])
     running[1].send_signal(signal.SIGTERM)
-    ours, others = finish_two(running, expected=75)
-    assert ours.splitlines()[-1] == "fdc_jax.run: stopped by SIGTERM; the same command resumes"
+    first_output, others = finish_two(running, expected=75)
+    assert (
+        first_output.splitlines()[-1] == "fdc_jax.run: stopped by SIGTERM; the same command resumes"
+    )
     assert [line for line in others.splitlines() if "stopping" not in line] == []
     assert list((workdir / "checkpoints").iterdir())
     finish_two(start_two(workdir, never, "--quiet", cache=cache))
@@ -119,15 +123,15 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
-def test_a_run_goes_on_with_another_number_of_devices(whole, tmp_path, cache, before, after):
+def test_run_resumes_on_another_number_of_devices(finished_run, tmp_path, cache, before, after):
     workdir = tmp_path / "run"
     process = start(workdir, "--quiet", cache=cache, devices=before)
     wait_for(workdir, "training", process)
     process.send_signal(signal.SIGTERM)
     finish(process, expected=75)
     finish(start(workdir, "--quiet", cache=cache, devices=after))
-    assert [each["step"] > 0 for each in events(workdir, "resume")] == [True]
-    nearly_same(workdir, whole)
+    assert [event["step"] > 0 for event in events(workdir, "resume")] == [True]
+    nearly_same(workdir, finished_run)
 
 
 @pytest.mark.slow
@@ -141,9 +145,11 @@ def test_a_run_goes_on_with_another_number_of_devices(whole, tmp_path, cache, be
         ),
     ],
 )
-def test_what_one_process_lacks_or_has_otherwise_both_refuse(tmp_path, cache, second, line):
-    ours, others = finish_two(start_two(tmp_path / "run", cache=cache, second=[second]), expected=2)
-    assert ours.startswith(f"fdc_jax.run: {line}") and ours.count("\n") == 1
+def test_both_processes_refuse_if_their_files_differ(tmp_path, cache, second, line):
+    first_output, others = finish_two(
+        start_two(tmp_path / "run", cache=cache, second=[second]), expected=2
+    )
+    assert first_output.startswith(f"fdc_jax.run: {line}") and first_output.count("\n") == 1
     assert others == ""
 
 

@@ -24,7 +24,7 @@ def frozen(cache, tmp_path_factory):
     return small_runs.shared(tmp_path_factory, "frozen", lambda it: small_runs.run(fields, it))
 
 
-def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, whole, tmp_path):
+def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, finished_run, tmp_path):
     assert events(frozen, "epoch") == []
     assert not (frozen / "features" / "train_previous_1.npy").exists()
     saved = feature_files.load(frozen / "features")
@@ -33,7 +33,7 @@ def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, whole, tmp_pat
     means = np.stack([train[labels == label].mean(axis=0) for label in range(10)])
     distances = np.linalg.norm(saved.test_adapted[:, None] - means, axis=2)
     np.testing.assert_array_equal(predictions(frozen)["raw_label"], distances.argmin(axis=1))
-    known = np.load(whole / "features" / "test_pretrained.npy")
+    known = np.load(finished_run / "features" / "test_pretrained.npy")
     np.testing.assert_array_equal(saved.test_adapted, known)
     run = fdc_jax.open_run(frozen)
     files = small_runs.test_files(run, tmp_path / "images")
@@ -43,7 +43,7 @@ def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, whole, tmp_pat
 
 
 def test_a_run_answers_before_it_trains(
-    frozen, whole, cache, tmp_path, capsys, caplog, monkeypatch
+    frozen, finished_run, cache, tmp_path, capsys, caplog, monkeypatch
 ):
     monkeypatch.setattr(seeds, "_SLOW_SECONDS", 0.0)
 
@@ -68,29 +68,27 @@ def test_a_run_answers_before_it_trains(
     assert reason in runs.load([folder])[1][folder]
     known, page = fdc_jax.open_run(frozen), tmp_path / "page.html"
     files = small_runs.test_files(known, tmp_path / "images")
-    words = [str(folder), str(files[0]), f"--html={page}", f"--output={tmp_path / 'a.csv'}"]
-    assert predict.main(words) == 0
-    said = "raining is not finished: answers by features of the pretrained encoder alone"
-    assert f"t{said}" in capsys.readouterr().err and f"T{said}." in page.read_text()
+    arguments = [str(folder), str(files[0]), f"--html={page}", f"--output={tmp_path / 'a.csv'}"]
+    assert predict.main(arguments) == 0
+    sentence = "raining is not finished: answers by features of the pretrained encoder alone"
+    assert f"t{sentence}" in capsys.readouterr().err and f"T{sentence}." in page.read_text()
     images = known.test_images(np.arange(8))
     before, expected = fdc_jax.open_run(folder).predict(images), known.predict(images)
     columns = ["class", "confidence", "typicality"]
     pd.testing.assert_frame_equal(before[columns], expected[columns])
     small_runs.run(fields, folder)
-    small_runs.same_outcome(whole, folder)
+    small_runs.same_outcome(finished_run, folder)
     ((group,), _) = runs.load([folder])
     assert group.values("gaussians-pretrained") == [accuracy]
     title = "Class Gaussians, frozen features"
     assert title in tables.of_calibrators([group]).frame.index.tolist()
     after = fdc_jax.open_run(folder).predict(images)
-    pd.testing.assert_frame_equal(after, fdc_jax.open_run(whole).predict(images))
+    pd.testing.assert_frame_equal(after, fdc_jax.open_run(finished_run).predict(images))
     assert before["confidence"].tolist() != after["confidence"].tolist()
 
 
 @pytest.mark.ci
-def test_a_resumed_run_counts_the_rest_and_a_task_of_one_class_trains_nothing(
-    cache, tmp_path, capsys
-):
+def test_estimate_counts_the_rest_of_a_resumed_run(cache, tmp_path, capsys):
     class Stop(StopRequest):
         def __init__(self):
             super().__init__()
@@ -106,5 +104,5 @@ def test_a_resumed_run_counts_the_rest_and_a_task_of_one_class_trains_nothing(
     assert "; the rest of the training takes about " in printed
     assert printed.count("task 2: a loss of 0 trains nothing; it needs two classes\n") == 1
     setup, records = setups.build(fields), fdc_jax.open_run(folder / "untrained").read_records()
-    whole, rest = (estimate.seconds_after(setup, records, done) for done in (0, 1))
-    assert rest == pytest.approx(whole / 10)
+    total, rest = (estimate.seconds_after(setup, records, done) for done in (0, 1))
+    assert rest == pytest.approx(total / 10)
