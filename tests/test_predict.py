@@ -31,6 +31,13 @@ def files(opened, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def views(finished_run):
+    """Features of the test images in both views."""
+    names = ("test_adapted", "test_pretrained")
+    return [np.load(finished_run / "features" / f"{name}.npy") for name in names]
+
+
+@pytest.fixture(scope="module")
 def answers(opened, files):
     return opened.predict(files, top=10)
 
@@ -73,13 +80,8 @@ def test_files_of_test_images_repeat_the_predictions_of_the_run(opened, files, a
     assert answers["image"].tolist() == [str(path) for path in files]
 
 
-def test_one_calibrator_gives_label_confidence_and_typicality(
-    finished_run, opened, answers, by_fdc
-):
+def test_one_calibrator_gives_label_confidence_and_typicality(opened, views, answers, by_fdc):
     """The class Gaussians where the run has them; FDC states no confidence."""
-    views = [
-        np.load(finished_run / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")
-    ]
     gaussians = opened.calibrator()
     assert type(gaussians) is Gaussians and opened.best_calibrator == "gaussians"
     probabilities, typicality = gaussians.assess(*views)
@@ -92,29 +94,22 @@ def test_one_calibrator_gives_label_confidence_and_typicality(
 
 
 @pytest.mark.parametrize("method", ["fdc", "gaussians"])
-def test_classes_are_ranked_by_their_scores(finished_run, opened, answers, by_fdc, method):
+def test_classes_are_ranked_by_their_scores(opened, views, answers, by_fdc, method):
     calibrator, table = opened.calibrator(method), {"fdc": by_fdc, "gaussians": answers}[method]
-    views = [
-        np.load(finished_run / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")
-    ]
     by_class, labels = calibrator.class_scores(*views), np.concatenate(calibrator.classes)
     expected = -np.sort(-by_class, axis=1)
-    columns = ["", *(f"_{rank}" for rank in range(2, 11))]
-    scores = table[[f"score{suffix}" for suffix in columns]].to_numpy()
+    scores = table.filter(regex=r"^score(_\d+)?$").to_numpy()
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-3)
     names = np.array(opened.class_names)[labels[np.argsort(-by_class, axis=1)]]
     clear = np.abs(np.diff(expected, axis=1)).min(axis=1) > 1e-2  # Others may change places.
     assert clear.sum() > 40
-    ranked = table[[f"class{suffix}" for suffix in columns]].to_numpy()
+    ranked = table.filter(regex=r"^class(_\d+)?$").to_numpy()
     np.testing.assert_array_equal(ranked[clear], names[clear])
     task_scores = calibrator.score(*views).task_scores
     np.testing.assert_allclose(table["rival_score"], task_scores.min(axis=1), rtol=1e-4, atol=1e-3)
 
 
-def test_parts_of_a_score_of_fdc_add_up(finished_run, opened, by_fdc):
-    views = [
-        np.load(finished_run / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")
-    ]
+def test_parts_of_a_score_of_fdc_add_up(opened, views, by_fdc):
     terms, rows = opened.calibrator("fdc").terms(*views), np.arange(60)
     chosen = by_fdc["task"].to_numpy() - 1
     logits = terms.fuse(rlc=False, pac=False).task_scores
@@ -153,17 +148,12 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, answ
     first = answers.iloc[:4]
     arrays = [np.asarray(decode(path.read_bytes(), "")) for path in files[:4]]
     mixed = [files[0], arrays[1], Image.open(files[2]), str(files[3])]
-    for images in (
-        arrays,
-        np.stack(arrays),
-        mixed,
-        iter(files[:4]),
-        [np.stack(arrays[:3]), files[3]],
-    ):
+    for images in (arrays, np.stack(arrays), iter(files[:4]), [np.stack(arrays[:3]), files[3]]):
         same(opened.predict(images, top=10), first)
-    assert opened.predict(mixed)["image"].tolist() == [
-        *(str(files[0]), "image 1", "image 2", str(files[3])),
-    ]
+    predicted = opened.predict(mixed, top=10)
+    same(predicted, first)
+    names = [str(files[0]), "image 1", "image 2", str(files[3])]
+    assert predicted["image"].tolist() == names
     same(opened.predict(arrays[0], top=10), first[:1])
     same(opened.predict(Image.open(files[0]), top=10), first[:1])
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
@@ -261,9 +251,7 @@ def test_wrong_number_of_classes_is_refused(opened, files):
         opened.predict(files, top=2.0)
 
 
-def test_folders_of_known_classes_give_an_accuracy(
-    finished_run, opened, files, answers, tmp_path, capsys
-):
+def test_folders_of_known_classes_give_an_accuracy(finished_run, opened, files, tmp_path, capsys):
     """CLASS/IMAGE; one folder is of no class that the run has learned, and one image is loose."""
     labels, folder = opened.predictions["label"].copy(), tmp_path / "labelled"
     labels[3:8] = (labels[3:8] + 1) % 10  # in the folder of another class
@@ -272,25 +260,23 @@ def test_folders_of_known_classes_give_an_accuracy(
         (folder / name / "deep").mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder / name / "deep" / path.name)
     shutil.copy(files[0], folder)
-    output = tmp_path / "out.csv"
-    assert predict.main([str(finished_run), str(folder), f"--output={output}", "--top=2"]) == 0
+    output, page = tmp_path / "out.csv", tmp_path / "page.html"
+    command = [str(finished_run), str(folder), f"--output={output}", f"--html={page}", "--top=2"]
+    assert predict.main(command) == 0
     printed = capsys.readouterr().out
     table = pd.read_csv(output, dtype=str, keep_default_na=False)
+    labelled = table["true_class"] != ""
     right = table["true_class"] == table["class"]
-    assert (table["true_class"] == "").sum() == 4 and len(table) == 61
+    assert (~labelled).sum() == 4 and len(table) == 61
     known = opened.predictions["gaussians_label"][3:] == labels[3:]
     assert right.sum() == known.sum() < 57
     assert f"right on {100 * known.mean():.1f} % of 57 images of known class" in printed
     assert "4 images in no folder of a class that the run has learned" in printed
-    wrong = table[~right & (table["true_class"] != "")].iloc[0]
-    row = next(line for line in printed.splitlines() if line.split()[:1] == [wrong["true_class"]])
-    count = (table[["true_class", "class"]] == wrong[["true_class", "class"]]).all(axis=1).sum()
-    assert f"{wrong['class']} {count}" in row
-    page = tmp_path / "page.html"
-    arguments = [str(finished_run), str(folder), f"--output={output}", f"--html={page}", "--quiet"]
-    assert predict.main(arguments) == 0
-    mistaken = (~right & (table["true_class"] != "")).sum()
-    assert len(re.findall(r'<li class="picture[^"]* mistaken"', page.read_text())) == mistaken
+    mistakes = table[~right & labelled]
+    assert page.read_text().count(' mistaken"') == len(mistakes)
+    true, answer = mistakes[["true_class", "class"]].iloc[0]
+    count = ((mistakes["true_class"] == true) & (mistakes["class"] == answer)).sum()
+    assert re.search(rf"^ *{true} .*\b{answer} {count}\b", printed, re.MULTILINE)
     rows = printed.partition("taken for")[2]
     shares = [float(share) for share in re.findall(r"^ *\S+ +\d+ +([\d.]+)", rows, re.MULTILINE)]
     assert shares[0] < shares[-1] and shares == sorted(shares)  # the worst first
@@ -354,16 +340,18 @@ def test_the_command_writes_a_table_and_a_page(
     assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
     assert "Answers by class Gaussians, right on " in text and not read.all("table")
     # The least certain of every kind: unlike anything learned, uncertain, and others.
-    sure, unlike = answers["confidence"].to_numpy(), answers["unlike_learned"].to_numpy()
-    kinds = [unlike, ~unlike & (sure < 0.5), ~unlike & (sure >= 0.5)]
-    counts = [kind.sum() for kind in kinds]
-    of_kind = [np.flatnonzero(kind)[np.argsort(sure[kind], kind="stable")] for kind in kinds]
-    numbers = [min(n, 7 // sum(map(bool, counts))) for n in counts]
-    numbers[2] = 7 - sum(numbers[:2])
-    rows = np.concatenate(
-        [rows_of_kind[:n] for rows_of_kind, n in zip(of_kind, numbers, strict=True)]
-    )
-    assert 0 < numbers[0] < 7 and 0 < numbers[2] < 7
+    unlike = answers["unlike_learned"].to_numpy()
+    uncertain = ~unlike & (answers["confidence"] < 0.5).to_numpy()
+    kinds = {"unlike": unlike, "uncertain": uncertain, "": ~unlike & ~uncertain}
+    numbers = {
+        kind: min(rows.sum(), 7 // sum(map(np.any, kinds.values()))) for kind, rows in kinds.items()
+    }
+    numbers[""] = 7 - numbers["unlike"] - numbers["uncertain"]
+    assert 0 < numbers["unlike"] < 7 and 0 < numbers[""] < 7
+    rows = []
+    for kind, of_kind in kinds.items():
+        by_confidence = answers[of_kind].sort_values("confidence", kind="stable")
+        rows.extend(by_confidence.index[: numbers[kind]])
     assert len(read.all("option")) == 1 + answers["class"].iloc[rows].nunique()
     names = sorted(folder.glob("*.png"))
     assert [picture["alt"] for picture in pictures] == [f"images/{names[row].name}" for row in rows]

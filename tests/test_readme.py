@@ -50,7 +50,7 @@ def arguments_of(program, pages=PAGES):
 
 
 def test_the_readme_is_short():
-    assert len(README.split()) <= 900
+    assert len(README.split()) <= 850
 
 
 def test_every_command_of_the_pages_is_of_a_tested_kind():

@@ -198,58 +198,55 @@ def test_two_configurations_or_no_classes_are_refused(tmp_path, prepare, opened)
         opened("bright")
 
 
-def at_every_depth(features, evil):
-    """Yields copies of a features.json, each with one class replaced or added."""
-    for path in (["pythonClassName"], ["image", "pythonClassName"], ["bright", "pythonClassName"]):
-        copy = json.loads(json.dumps(features))
-        part = copy
-        for key in path[:-1]:
-            part = part["featuresDict"]["features"][key]
-        part[path[-1]] = evil
-        yield copy
-    nested = {"pythonClassName": f"{MODULES}sequence_feature.Sequence"}
-    nested["sequence"] = {"feature": {"pythonClassName": evil, "text": {}}}
-    legacy = {"type": evil, "content": {"shape": [], "dtype": "int32"}}
-    for part in (nested, legacy):
-        copy = json.loads(json.dumps(features))
-        copy["featuresDict"]["features"]["more"] = part
-        yield copy
-
-
 MODULES = "tensorflow_datasets.core.features."
 
 
-def test_prepared_data_import_no_module(tmp_path, prepare, opened, monkeypatch):
+def edit(path, **fields):
+    """Changes fields of a JSON file, whose dots lead into objects and lists."""
+    content = json.loads(path.read_text())
+    for name, value in fields.items():
+        *parents, last = name.split("__")
+        part = content
+        for key in parents:
+            part = part[int(key) if key.isdigit() else key]
+        part[last] = value
+    path.write_text(json.dumps(content))
+
+
+EVIL = "evilfeature.Evil"
+SEQUENCE = {
+    "pythonClassName": f"{MODULES}sequence_feature.Sequence",
+    "sequence": {"feature": {"pythonClassName": EVIL, "text": {}}},
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pythonClassName": EVIL},
+        {"featuresDict__features__image__pythonClassName": EVIL},
+        {"featuresDict__features__bright__pythonClassName": EVIL},
+        {"featuresDict__features__more": SEQUENCE},
+        {"featuresDict__features__more": {"type": EVIL, "content": {"shape": [], "dtype": "i4"}}},
+    ],
+    ids=str,
+)
+def test_prepared_data_import_no_module(tmp_path, prepare, opened, monkeypatch, fields):
     folder, _ = prepare()
     marker = tmp_path / "marker"
     (tmp_path / "evilfeature.py").write_text(f"open({str(marker)!r}, 'w').close()")
     monkeypatch.syspath_prepend(tmp_path)
-    features = json.loads((folder / "features.json").read_text())
-    changed = [*at_every_depth(features, "evilfeature.Evil")]
-    assert len(changed) == 5
-    for content in changed:
-        (folder / "features.json").write_text(json.dumps(content))
-        with pytest.raises(InputError, match=r"features\.json: expected .*found evilfeature.Evil$"):
-            opened()
-    (folder / "features.json").write_text(json.dumps(features))
-    info = json.loads((folder / "dataset_info.json").read_text())
-    for name in ("moduleName", "configName", "redistributionInfo", "configDescription"):
-        value = {"license": "evilfeature"} if name == "redistributionInfo" else "evilfeature.Evil"
-        (folder / "dataset_info.json").write_text(json.dumps(info | {name: value}))
-        assert len(opened()[0]) == 6
+    others = dict.fromkeys(("moduleName", "configName", "configDescription"), EVIL)
+    edit(folder / "dataset_info.json", **others, redistributionInfo={"license": EVIL})
+    assert len(opened()[0]) == 6
+    edit(folder / "features.json", **fields)
+    with pytest.raises(InputError, match=rf"features\.json: expected .*found {EVIL}$"):
+        opened()
     assert not marker.exists()
 
 
-def test_features_of_earlier_versions_are_read(prepare, opened):
-    folder, _ = prepare()
-    contents = {
-        "image": (
-            "image_feature.Image",
-            {"shape": [-1, -1, 3], "dtype": "uint8", "encoding_format": ""},
-        ),
-        "label": ("class_label_feature.ClassLabel", {"num_classes": 3}),
-        "bright": ("feature.Tensor", {"shape": [], "dtype": "float32"}),
-    }
+def write_legacy_features(folder, **contents):
+    """Writes features.json as earlier versions of TFDS do, from class and content by name."""
     features = {
         name: {"type": MODULES + kind, "content": content, "proto_cls": ""}
         for name, (kind, content) in contents.items()
@@ -257,8 +254,33 @@ def test_features_of_earlier_versions_are_read(prepare, opened):
     described = {"type": f"{MODULES}features_dict.FeaturesDict", "content": features}
     (folder / "features.json").write_text(json.dumps(described))
     (folder / "label.labels.txt").unlink()
+
+
+IMAGE = {"shape": [-1, -1, 3], "dtype": "uint8", "encoding_format": ""}
+
+
+def test_features_of_earlier_versions_are_read(prepare, opened):
+    folder, _ = prepare()
+    write_legacy_features(
+        folder,
+        image=("image_feature.Image", IMAGE),
+        label=("class_label_feature.ClassLabel", {"num_classes": 3}),
+        bright=("feature.Tensor", {"shape": [], "dtype": "float32"}),
+    )
     train, _ = opened()
     assert train.class_names == ("0", "1", "2") and train.labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "/dev/zero"])
+def test_names_of_classes_come_from_no_other_file(prepare, opened, file):
+    folder, _ = prepare()
+    write_legacy_features(
+        folder,
+        image=("image_feature.Image", IMAGE),
+        label=("class_label_feature.ClassLabel", {"names_file": file}),
+    )
+    with pytest.raises(InputError, match=f"features.json: .* found names_file={file}$"):
+        opened()
 
 
 def shard_of(folder, split="train"):
@@ -313,51 +335,40 @@ def test_a_damaged_shard_is_named(prepare, opened, file_format, change):
         opened()
 
 
-def test_more_or_fewer_records_than_stated_are_refused(prepare, opened):
-    folder, _ = prepare()
-    info = json.loads((folder / "dataset_info.json").read_text())
-    for lengths, message in (
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
         (["3", "3"], "expected 3 records, found 4"),
         (["5", "1"], "expected 5 records, found 4"),
         (["4", "2", "0"], "expected a file, found none"),
         ([], "split train: expected records, found none"),
         (["-6"], "expected -6 records, found 4"),
         (["many"], r"dataset_info.json: cannot read: "),
-    ):
-        info["splits"][0]["shardLengths"] = lengths
-        (folder / "dataset_info.json").write_text(json.dumps(info))
-        with pytest.raises(InputError, match=message):
-            opened()
-
-
-def test_shards_lie_in_their_folder(tmp_path, prepare, opened):
+    ],
+)
+def test_more_or_fewer_records_than_stated_are_refused(prepare, opened, lengths, message):
     folder, _ = prepare()
-    shutil.copy(shard_of(folder), tmp_path / "train")
-    info = json.loads((folder / "dataset_info.json").read_text())
-    for template in (f"{tmp_path}/{{SPLIT}}", "../../../{SPLIT}"):
-        info["splits"][0]["filepathTemplate"] = template
-        (folder / "dataset_info.json").write_text(json.dumps(info))
-        with pytest.raises(InputError, match="expected files in its folder, found"):
-            opened()
-    info["splits"][0]["filepathTemplate"] = ""
-    (folder / "dataset_info.json").write_text(json.dumps(info | {"name": "../../../outside"}))
-    with pytest.raises(InputError, match="expected files in its folder, found"):
+    edit(folder / "dataset_info.json", splits__0__shardLengths=lengths)
+    with pytest.raises(InputError, match=message):
         opened()
 
 
-def test_names_of_classes_come_from_no_other_file(prepare, opened):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"splits__0__filepathTemplate": "{tmp_path}/{SPLIT}"},
+        {"splits__0__filepathTemplate": "../../../{SPLIT}"},
+        {"splits__0__filepathTemplate": "", "name": "../../../outside"},
+    ],
+    ids=str,
+)
+def test_shards_lie_in_their_folder(tmp_path, prepare, opened, fields):
     folder, _ = prepare()
-    (folder / "label.labels.txt").unlink()
-    features = json.loads((folder / "features.json").read_text())
-    label = {"type": f"{MODULES}class_label_feature.ClassLabel"}
-    for file in ("/etc/passwd", "/dev/zero"):
-        label["content"] = {"names_file": file}
-        features["featuresDict"]["features"]["label"] = label
-        described = {"type": f"{MODULES}features_dict.FeaturesDict"}
-        described["content"] = features["featuresDict"]["features"]
-        (folder / "features.json").write_text(json.dumps(described))
-        with pytest.raises(InputError, match=f"features.json: .* found names_file={file}$"):
-            opened()
+    shutil.copy(shard_of(folder), tmp_path / "train")
+    fields = {k: value.replace("{tmp_path}", str(tmp_path)) for k, value in fields.items()}
+    edit(folder / "dataset_info.json", **fields)
+    with pytest.raises(InputError, match="expected files in its folder, found"):
+        opened()
 
 
 def test_a_damaged_image_is_named_by_its_record(prepare, opened, encode):

@@ -164,7 +164,7 @@ def stale(*arguments, **options):
 
 
 @pytest.mark.parametrize("use", ["resume", "open"])
-@pytest.mark.parametrize("state", ["half", "whole"])
+@pytest.mark.parametrize("state", ["stopped_run", "finished_run"])
 def test_unreadable_checkpoint_of_a_run_is_one_line(
     state, use, request, cache, tmp_path, monkeypatch
 ):
