@@ -26,6 +26,7 @@ def load(name: str):
     the garbage collector, and what compiled programs leave behind may crash at the end of Python.
     """
     leave_out_current_folder()
+    import atexit
     import signal
 
     def end(number: int, frame: object) -> None:
@@ -35,8 +36,10 @@ def load(name: str):
         os.write(2, f"fdc_jax.{name}: stopped by {text}\n".encode())
         os._exit(code)
 
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+        # Python frees its modules after this, for long, without handlers; all work is done.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
     os.environ["JAX_ENABLE_X64"] = "0"  # before JAX is imported
     import importlib
 

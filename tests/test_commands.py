@@ -127,6 +127,20 @@ load(sys.argv[1])()
 """
 
 
+# A signal after the end of the program, while Python frees its modules.
+FREES = """
+import os, sys, types
+from fdc_jax.__main__ import load
+class Late:
+    def __del__(self, kill=os.kill, write=os.write, process=os.getpid()):
+        kill(process, {number})
+        write(1, b"freed")
+sys.late = Late()
+sys.modules["fdc_jax.predict"] = types.SimpleNamespace(main=lambda: 2)
+sys.exit(load("predict")())
+"""
+
+
 def assert_ends_at_once(script, name, number):
     done = run_python("-c", script.format(module="numpy", number=int(number)), name)
     resumes = name in ("run", "paper")
@@ -145,6 +159,13 @@ def test_a_signal_while_modules_are_imported_is_one_line(name, number):
 @pytest.mark.parametrize("name", ["run", "paper", "predict"])
 def test_a_signal_is_not_lost_in_the_garbage_collector(name, number):
     assert_ends_at_once(COLLECTS, name, number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_end_changes_no_exit_code(number):
+    words = [sys.executable, "-c", FREES.format(number=int(number))]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "freed", "")
 
 
 # A loop that does not look at its request to stop.
