@@ -383,6 +383,14 @@ def named_path(name: str, path: str | os.PathLike[str]) -> Path:
     return expanded
 
 
+def check_encodable(name: str, text: str) -> None:
+    """Raises InputError if a text cannot be saved, such as a path in Latin-1."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name}: expected text in UTF-8, found {escaped(text)[:100]}") from error
+
+
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
     """Raises InputError, before any work, if the folder of a flag cannot be made or written in."""
     path = named_path(flag, folder).absolute()

@@ -18,7 +18,7 @@ from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError, line, nearest, place
 from fdc_jax.evaluation import Name
 from fdc_jax.machine.conversion import convert
-from fdc_jax.machine.files import named_path, open_regular
+from fdc_jax.machine.files import check_encodable, named_path, open_regular
 from fdc_jax.run.config import (
     GROUP,
     HOST,
@@ -135,6 +135,9 @@ def typed(config: ml_collections.ConfigDict) -> Config:
     Raises:
         InputError: a value is not allowed, as far as no images or weights are needed to tell.
     """
+    for name, value in flatten(config).items():
+        if isinstance(value, str):
+            check_encodable(f"config.{name}", value)
     values = json.loads(config.to_json(), parse_constant=str)
     values["benchmark"] = sources.name_of(values["benchmark"], values["data"]["source"])
     values["class_order"] = _class_names(values["class_order"])

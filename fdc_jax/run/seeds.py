@@ -13,7 +13,7 @@ from fdc_jax import errors
 from fdc_jax.errors import InputError, Interrupted, StopRequest, counted, stop_on_signals
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import check_writable_folder, locked, named_path
+from fdc_jax.machine.files import check_encodable, check_writable_folder, locked, named_path
 from fdc_jax.model import weights
 from fdc_jax.run import configuration, estimate, experiment, results, resume
 from fdc_jax.run import setup as setups
@@ -208,6 +208,7 @@ def _explained(config: Config) -> Iterator[None]:
 def _check_workdir(folder: Path, several: bool) -> None:
     """Raises InputError, before any work, if the work directory cannot be used for these seeds."""
     check_writable_folder("--workdir", folder)
+    check_encodable("--workdir", str(folder.absolute()))
     if several and (folder / "config.json").exists():
         raise InputError(f"{folder} holds a run of a single seed; choose another --workdir")
     if not several and any(folder.glob("seed_*")):

@@ -105,6 +105,34 @@ def test_a_class_order_is_read_from_a_regular_file(kind, tmp_path):
         configuration.typed(config)
 
 
+PATHS = {
+    "a\0b": "embedded null byte$",
+    "a" * 5000: "aaa: File name too long$",
+    "\udcff": "expected text in UTF-8, found .*udcff$|'.udcff'$",  # of a folder named in Latin-1
+    "~nobody_here": "Could not determine home directory|no such user|expected ",
+}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=["NUL", "too long", "not UTF-8", "no user"])
+@pytest.mark.parametrize("field", ["cache_dir", "data.dir", "data.source", "encoder.weights"])
+def test_values_that_are_no_paths(field, path, cache, tmp_path):
+    fields = {"num_tasks": 1, field: path}
+    if field.startswith("data."):
+        fields["benchmark"] = "photos"
+    with pytest.raises(InputError, match=PATHS[path]) as caught:
+        run(config(cache, **fields), tmp_path / "run")
+    assert str(caught.value).startswith(f"config.{field}: ") and len(str(caught.value)) < 300
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path", PATHS, ids=["NUL", "too long", "not UTF-8", "no user"])
+def test_work_directories_that_are_no_paths(path, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"^--workdir: .*({PATHS[path]})"):
+        run(config(cache), path)
+    assert not list(tmp_path.iterdir())
+
+
 SETTINGS = {
     "fdc.neighbours": (6, "config.fdc.neighbours: expected at most 5, the classes with im"),
     "classes_per_task": (11, "config.classes_per_task: expected at most the 10"),
