@@ -89,6 +89,7 @@ def test_missing_or_misshapen_numbers_are_wrong():
     assert not golden.compare(number, {})["right"]
 
 
+@pytest.mark.ci
 def test_a_broken_number_gives_code_1_and_its_error(tmp_path, accelerated, monkeypatch):
     @contextlib.contextmanager
     def started(names, options):

@@ -86,6 +86,7 @@ def test_no_command_runs_files_of_the_current_folder(name, stranger, cache):
     run_in(stranger, cache, "-m", "fdc_jax", *COMMANDS[name])
 
 
+@pytest.mark.ci
 def test_modules_of_the_current_folder_do_not_run(stranger, cache, tmp_path):
     help_of_run = ["run", "--help"]
     run_in(stranger, cache, "-m", "fdc_jax", *help_of_run)

@@ -10,6 +10,7 @@ from fdc_jax import command, learners
 from fdc_jax.errors import InputError
 from fdc_jax.machine import devices
 from fdc_jax.run import base, configuration, seeds
+from fdc_jax.run import setup as setups
 from tests import small_runs
 from tests.small_runs import config, run
 
@@ -152,14 +153,14 @@ def test_settings_that_do_not_fit_data_or_weights(field, cache, tmp_path):
 @pytest.mark.parametrize(
     ("field", "most"), [("train.batch_size", 68), ("evaluation.batch_size", 170)]
 )
-def test_a_batch_that_cannot_fit_is_refused(field, most, cache, tmp_path, monkeypatch):
+def test_a_batch_that_cannot_fit_is_refused(field, most, cache, monkeypatch):
     """An image has 3,072 bytes, and 64 tokens of width 24 in 16 bits before each of 4 blocks."""
     monkeypatch.setattr(devices, "total_memory", lambda: 2**20)
     sizes = {"train.batch_size": 18, "evaluation.batch_size": 18}
     message = rf"^config\.{field}: expected at most {most}, as 0\.0 GiB of memory hold no more"
     with pytest.raises(InputError, match=message):
-        run(config(cache, **sizes | {field: most + 1}), tmp_path / "run")
-    run(config(cache, **sizes | {field: most, "num_tasks": 1}), tmp_path / "run")
+        setups.build(config(cache, **sizes | {field: most + 1}))
+    setups.build(config(cache, **sizes | {field: most}))
 
 
 def test_state_of_another_structure_is_one_line(cache, tmp_path):

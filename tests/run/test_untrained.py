@@ -42,6 +42,7 @@ def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, finished_run, 
     ]
 
 
+@pytest.mark.ci
 def test_a_run_answers_before_it_trains(
     frozen, finished_run, cache, tmp_path, capsys, caplog, monkeypatch
 ):
