@@ -103,12 +103,12 @@ def altered_arrays(rng, path):
     (files.write_safetensors if dense else files.write_npz)(path, arrays)
 
 
-def write_all(base, whole):
+def write_all(base, finished_run):
     """Writes files and folders of all kinds, from a finished run."""
-    shutil.copytree(whole, base / "run", ignore=shutil.ignore_patterns("features", ".lock"))
+    shutil.copytree(finished_run, base / "run", ignore=shutil.ignore_patterns("features", ".lock"))
     latency = {"contenders": {"baseline": {"milliseconds": [1.0], "peak_bytes": None}}}
     (base / "run/latency.json").write_text(json.dumps(latency))
-    export.write(whole, base / "out")
+    export.write(finished_run, base / "out")
     np.savez(base / "features.npz", **example())
     feature_files.write(base / "features", example())
     shutil.copy(GOLDEN / "augreg.npz", base)
@@ -272,9 +272,9 @@ def tried(base, kind, numbers):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, whole):
+def base(tmp_path_factory, finished_run):
     folder = tmp_path_factory.mktemp("fuzz")
-    write_all(folder, whole)
+    write_all(folder, finished_run)
     return folder
 
 
