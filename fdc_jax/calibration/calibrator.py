@@ -79,6 +79,7 @@ class Calibrator:
 
     name: ClassVar[str]
     needs_heads: ClassVar[bool] = False  # every task needs a head
+    checks_finite: ClassVar[bool] = False  # the method checks features on devices as it computes
     reads_previous: ClassVar[bool] = False  # `fit_task` reads E_{t-1}(D_t)
 
     def __init__(self) -> None:
@@ -120,7 +121,8 @@ class Calibrator:
             InputError: the input is malformed or unlike earlier tasks; nothing has changed.
         """
         task = self.num_tasks
-        views, labels = inputs.task_views(adapted, labels, pretrained, task, self.widths)
+        wait = not self.checks_finite
+        views, labels = inputs.task_views(adapted, labels, pretrained, task, self.widths, wait)
         head = self._head(head, task, views[0].shape[1])
         rows = None if head is None else len(head.affine.rows)
         named, counts = inputs.task_classes(labels, task, rows, classes, self.classes)
@@ -214,9 +216,14 @@ class Calibrator:
         """Returns means of classes at unit length, by view; empty if the method has none."""
         return ()
 
-    def _batch(self, adapted: Any, pretrained: Any, needs_pretrained: bool) -> list[Any]:
-        """Returns the checked features of a batch by view; warns once if views are swapped."""
-        views = inputs.score_views(adapted, pretrained, self.widths, needs_pretrained)
+    def _batch(
+        self, adapted: Any, pretrained: Any, needs_pretrained: bool, wait: bool = True
+    ) -> list[Any]:
+        """Returns the checked features of a batch by view; warns once if views are swapped.
+
+        `wait`: see `inputs.feature_array`.
+        """
+        views = inputs.score_views(adapted, pretrained, self.widths, needs_pretrained, wait)
         if "_swapped" not in vars(self) and checks.warn_of_swapped(views, self._unit_means):
             self._swapped = True
         return views

@@ -57,7 +57,7 @@ def subspaces(
 ) -> list[list[View]]:
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
     rows = blocks[0].place(given.rows)
-    centres = means_and_prototypes(blocks, rows, given.counts)
+    centres = means_and_prototypes(blocks, rows, given)
     by_share: list[list[View]] = [[] for _ in shares]
     for block, (mean, prototypes) in zip(blocks, centres, strict=True):
         bases = compiled.principal(block, rows, mean, shares)
@@ -67,12 +67,13 @@ def subspaces(
 
 
 def means_and_prototypes(
-    views: Sequence[Blocks], rows: Sequence[Array], counts: Int[np.ndarray, " c"]
+    views: Sequence[Blocks], rows: Sequence[Array], given: inputs.TaskInput
 ) -> list[tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]]:
     """Returns by view m_t, and p_{t,c} (Eq. proto) by row of the head.
 
-    Prototypes of classes without samples are zero.
+    Prototypes of classes without samples are zero. Raises InputError if a feature is not finite.
     """
+    counts = given.counts
     classes = padded_size(len(counts), 8)
     sums = []
     for view in views:
@@ -80,7 +81,9 @@ def means_and_prototypes(
         sums.append(compiled.map_blocks(total, view, rows))
     results = []
     for parts in jax.device_get(sums):
-        totals, class_totals, origins = zip(*parts, strict=True)
+        totals, class_totals, origins, finite = zip(*parts, strict=True)
+        if not all(finite):
+            given.check_finite()
         origin = origins[0].astype(float)
         mean = origin + np.sum(totals, axis=0, dtype=float) / counts.sum()
         class_sums = np.sum(class_totals, axis=0, dtype=float)[: len(counts)]
@@ -90,11 +93,12 @@ def means_and_prototypes(
 
 
 @partial(jax.jit, static_argnames="classes")
-def _sums(features: Any, rows: Any, first: Any, classes: int) -> tuple[Array, Array, Array]:
+def _sums(features: Any, rows: Any, first: Any, classes: int) -> tuple[Array, ...]:
     origin = first[0]  # Less the origin, features far from zero keep their digits in float32.
     members = (rows[None] == jnp.arange(classes)[:, None]).astype(jnp.float32)
     class_sums = products(members, (unit(features) - unit(origin)[None]).T)
-    return compiled.centred(features, rows, origin).sum(axis=0), class_sums, origin
+    finite = jnp.isfinite(squared_norm(features)).all()
+    return compiled.centred(features, rows, origin).sum(axis=0), class_sums, origin, finite
 
 
 def moments(values: Float[np.ndarray, "..."]) -> tuple[float, float]:
@@ -333,6 +337,7 @@ class FDC(Calibrator):
 
     name = "fdc"
     needs_heads = True
+    checks_finite = True
 
     def __init__(self, **settings: Any):
         super().__init__()
@@ -388,12 +393,17 @@ class FDC(Calibrator):
         self.references = self.references or [*map(fit_foreign, self.foreign or [])]
         self.foreign = None if release else self.foreign
 
-    def batch(self, adapted: Any, pretrained: Any = None) -> tuple[list[Blocks], list[Any]]:
-        """Returns blocks of a batch by view, and packed tasks and log ratios of these views."""
+    def batch(
+        self, adapted: Any, pretrained: Any = None, wait: bool = True
+    ) -> tuple[list[Blocks], list[Any]]:
+        """Returns blocks of a batch by view, and packed tasks and log ratios of these views.
+
+        `wait`: see `inputs.feature_array`.
+        """
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
         needed = self.settings.pretrained_view_weight > 0.0
-        given = self._batch(adapted, pretrained, needed)
+        given = self._batch(adapted, pretrained, needed, wait)
         return compiled.blocks_of(given), [part[: len(given)] for part in self._packed]
 
     @cached_property
@@ -409,14 +419,17 @@ class FDC(Calibrator):
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 15 to 20)."""
-        blocks, packed = self.batch(adapted, pretrained)
+        blocks, packed = self.batch(adapted, pretrained, wait=False)
         settings = jax.device_put((self.settings, Switches()))
 
         def scores_of(*views: Array) -> Any:
             return calibrated(views, *packed, *settings)
 
         scores, rows = blocks[0].gather(compiled.map_blocks(scores_of, *blocks))
-        return Scores(scores[:, : self.num_tasks], rows[:, : self.num_tasks], self.classes)
+        scores = scores[:, : self.num_tasks]
+        if not np.isfinite(scores).all():
+            self.batch(adapted, pretrained)  # raises InputError of features that are not finite
+        return Scores(scores, rows[:, : self.num_tasks], self.classes)
 
     def terms(self, adapted: Any, pretrained: Any = None) -> Any:
         """Returns `terms.Terms`, measurements of a batch for scores with any components."""

@@ -85,11 +85,12 @@ def refuse_fork() -> None:
         )
 
 
-def feature_array(value: Any, name: str, width: int | None = None) -> Any:
+def feature_array(value: Any, name: str, width: int | None = None, wait: bool = True) -> Any:
     """Returns features [n, width] after checks, in their number type; JAX arrays stay in place.
 
     Raises InputError if the array is not two-dimensional, has no columns or another width, does not
-    hold real numbers, or has a row that is not finite in float32.
+    hold real numbers, or has a row that is not finite in float32. Without `wait`, JAX arrays may
+    have such rows.
     """
     refuse_fork()
     on_devices = isinstance(value, jax.Array) and value.is_fully_addressable
@@ -99,10 +100,17 @@ def feature_array(value: Any, name: str, width: int | None = None) -> Any:
     check_real(array, name)
     if width is not None and array.shape[1] != width:
         raise InputError(f"{name}: expected width {width}, found {array.shape[1]}")
-    if not (finite := _finite(array)).all():
+    if wait or not on_devices:
+        check_finite(array, name)
+    return array
+
+
+def check_finite(array: Any, name: str) -> None:
+    """Raises InputError if a row of features is not finite in float32."""
+    finite = _finite(array)
+    if not finite.all():
         row = int(np.argmin(finite))
         raise InputError(f"{name}: row {row} is not finite, or too large for float32")
-    return array
 
 
 def _finite(array: Any) -> Bool[np.ndarray, " n"]:
@@ -175,9 +183,16 @@ def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
 
 
 def score_views(
-    adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
+    adapted: Any,
+    pretrained: Any,
+    widths: Sequence[int],
+    needs_pretrained: bool,
+    wait: bool = True,
 ) -> list[Any]:
-    """Returns the checked features of a batch by view; `widths` are those of the fitted views."""
+    """Returns the features of a batch by view after the checks of `feature_array`.
+
+    `widths` are those of the fitted views.
+    """
     fitted_pretrained = len(widths) == 2
     if pretrained is None and fitted_pretrained and needs_pretrained:
         raise InputError(
@@ -186,9 +201,9 @@ def score_views(
         )
     if pretrained is not None and not fitted_pretrained:
         raise InputError("pretrained features: the tasks were fitted without a pretrained view")
-    views = [feature_array(adapted, "adapted features", widths[0])]
+    views = [feature_array(adapted, "adapted features", widths[0], wait)]
     if pretrained is not None:
-        views.append(feature_array(pretrained, "pretrained features", widths[1]))
+        views.append(feature_array(pretrained, "pretrained features", widths[1], wait))
         same_length(views[1], views[0], "pretrained features")
     return views
 
@@ -204,8 +219,13 @@ class TaskInput(NamedTuple):
     labels: Int[np.ndarray, " n"]
     classes: Int[np.ndarray, " c"]  # label of each head row
     counts: Int[np.ndarray, " c"]  # samples of each class
-    head: Any  # or None
-    previous: Any  # unchecked; or None
+    head: Any = None
+    previous: Any = None  # unchecked
+
+    def check_finite(self) -> None:
+        """Raises InputError if a row of features is not finite in float32."""
+        for name, view in zip(VIEWS, self.views, strict=False):
+            check_finite(view, name_of(f"{name} features", self.task))
 
     @property
     def rows(self) -> Int[np.ndarray, " n"]:
@@ -215,9 +235,17 @@ class TaskInput(NamedTuple):
 
 
 def task_views(
-    adapted: Any, labels: Any, pretrained: Any, task: int, widths: Sequence[int]
+    adapted: Any,
+    labels: Any,
+    pretrained: Any,
+    task: int,
+    widths: Sequence[int],
+    wait: bool = True,
 ) -> tuple[list[Any], Int[np.ndarray, " n"]]:
-    """Returns the checked features by view and labels of a task; `widths` are of earlier tasks."""
+    """Returns features by view, and labels of a task, after the checks of `feature_array`.
+
+    `widths` are those of earlier tasks.
+    """
     names = [name_of(f"{view} features", task) for view in VIEWS]
     given = [adapted] if pretrained is None else [adapted, pretrained]
     if widths and len(widths) != len(given):
@@ -225,7 +253,7 @@ def task_views(
         expected = "give them for all tasks or for none"
         raise InputError(f"{names[1]}: earlier tasks had {had}, this one has {has}; {expected}")
     triples = zip(given, names, widths or (None, None), strict=False)
-    views = [feature_array(*triple) for triple in triples]
+    views = [feature_array(*triple, wait) for triple in triples]
     name = name_of("labels", task)
     labels = label_array(labels, name)
     same_length(views[-1], views[0], names[1])

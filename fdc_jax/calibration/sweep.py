@@ -39,6 +39,7 @@ class Sweep(Calibrator):
 
     name = "fdc"
     needs_heads = True
+    checks_finite = True
 
     def __init__(self, settings: Sequence[Mapping[str, Any]]):
         super().__init__()

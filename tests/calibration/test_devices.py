@@ -1,5 +1,6 @@
 """Features that are on a device stay there, on several devices with their rows shared."""
 
+import collections
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from fdc_jax.calibration import compiled, inputs
+from fdc_jax import calibration
+from fdc_jax.calibration import compiled, inputs, sweep
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -47,6 +49,83 @@ def test_features_on_a_device_stay_there(monkeypatch):
     assert shapes and not any(
         shape[:1] and shape[0] in rows and shape[1:] in WIDTHS for shape in shapes
     )
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts of waits for the device, and of blocks that are cut, by name."""
+    counts = collections.Counter()
+
+    def count(module, name):
+        function = getattr(module, name)
+
+        def counting(*arguments, **options):
+            counts[name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count(jax, "device_get")
+    count(jax, "block_until_ready")
+    count(compiled, "_cut")
+    return counts
+
+
+@pytest.mark.parametrize("place", [np.asarray, jax.device_put], ids=["host", "device"])
+def test_waits_do_not_grow_with_tasks_and_rows(counted, place):
+    tasks = streams.known(0, 5, width=24, pretrained_width=40, samples=(30, 1300))
+    calibrator = calibration.FDC()
+    for task in tasks:
+        counted.clear()
+        with jax.transfer_guard("disallow"):
+            adapted, pretrained = place(task.adapted), place(task.pretrained)
+            calibrator.fit_task(adapted, task.labels, task.head, pretrained)
+        waits = counted["device_get"] + counted["block_until_ready"]
+        assert 3 <= waits <= 6
+        blocks = compiled.blocks_of([adapted, pretrained])
+        cuts = sum(len(block.starts) for block in blocks) if place is jax.device_put else 0
+        assert counted["_cut"] - cuts == cuts
+    calibrator.finalize()
+    views = [place(view) for view in streams.probe_inputs(tasks, size=1500)]
+    with jax.transfer_guard("disallow"):
+        calibrator.score(*views)
+        counted.clear()
+        calibrator.score(*views)
+    assert counted == {"device_get": 1} | ({"_cut": 6} if place is jax.device_put else {})
+
+
+def test_components_and_sweeps_move_arrays_explicitly():
+    tasks = streams.known(0, 3)
+    views = jax.device_put(streams.probe_inputs(tasks))
+    settings = [{"retained_energy": 0.5}, {"attenuation": 0.1, "neighbours": 2}]
+    with jax.transfer_guard("disallow"):
+        calibrator = streams.fitted(on_device(tasks, jax.device_put))
+        calibrator.components(*views)
+        calibrator.class_scores(*views)
+        calibrator.terms(*views).standardised(1)
+        together = streams.fit(sweep.Sweep(settings), on_device(tasks, jax.device_put))
+        for terms in together.terms(*views):
+            terms.fuse(nearest=True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+def test_features_that_are_not_finite_are_named_on_any_device(value):
+    tasks = streams.known(0, 3)
+    calibrator = streams.fitted(tasks[:2])
+    adapted, pretrained = streams.probe_inputs(tasks)
+    wrong = pretrained.copy()
+    wrong[7, 0] = value
+    message = "pretrained features: row 7 is not finite, or too large for float32"
+    for place in (np.asarray, jax.device_put):
+        for method in (calibrator.score, calibrator.components, calibrator.class_scores):
+            with pytest.raises(InputError, match=message):
+                method(place(adapted), place(wrong))
+    bad = tasks[2].pretrained.copy()
+    bad[5] = value
+    for place in (np.asarray, jax.device_put):
+        with pytest.raises(InputError, match=r"pretrained features of task 2 \(from 0\): row 5"):
+            calibrator.fit_task(place(tasks[2].adapted), tasks[2].labels, tasks[2].head, place(bad))
+    assert calibrator.num_tasks == 2
 
 
 def refuse_features(value, name, read=inputs.host_array):

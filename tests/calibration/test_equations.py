@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from fdc_jax.calibration import compiled, fdc, shapes
+from fdc_jax.calibration import compiled, fdc, inputs, shapes
 
 
 def mean_and_basis(features, share):
     """Returns m_t and U_t as a task is fitted."""
-    rows, blocks = np.zeros(len(features), int), compiled.Blocks(features)
-    rows = blocks.place(rows)
-    ((mean, _),) = fdc.means_and_prototypes([blocks], rows, np.array([len(features)]))
-    return mean, compiled.principal(blocks, rows, mean, [share])[0]
+    labels = np.zeros(len(features), int)
+    given = inputs.TaskInput(0, [features], labels, np.zeros(1, int), np.array([len(features)]))
+    ((view,),) = fdc.subspaces(compiled.blocks_of([features]), given, [share])
+    return view.mean, view.basis
 
 
 def features_of_spectrum(seed, samples, width, rank, decay, offset=0.0):
