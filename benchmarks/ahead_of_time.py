@@ -29,7 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks import measure, synthetic
 from fdc_jax import learners
 from fdc_jax.calibration import fdc
-from fdc_jax.calibration.statistics import Task, View
+from fdc_jax.calibration.settings import Settings, Switches
+from fdc_jax.calibration.statistics import Task, View, pack
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
 from fdc_jax.heads import LinearHead
@@ -116,9 +117,10 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
     """Returns FDC's scoring of `rows` images in two views, with 128 directions per task."""
     view = View(np.zeros(width), np.zeros((128, width)), np.zeros((classes, width)))
     heads = [LinearHead(np.zeros((classes, width)), np.zeros(classes))] * tasks
-    packed = fdc.pack([Task([view, view])] * tasks, [np.ones(classes)] * tasks, heads)
-    features, ratios = [np.zeros((rows, width), np.float32)] * 2, [np.zeros(3, np.float32)] * 2
-    arguments = features, packed, ratios, fdc.Settings(), fdc.Switches()
+    packed = pack([Task([view, view])] * tasks, [np.ones(classes)] * tasks, heads, tasks)
+    features = [np.zeros((rows, width), np.float32)] * 2
+    ratios = [np.zeros(3, np.float32)] * 2
+    arguments = packed, ratios, Settings(), Switches(), *features
     first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
     return Program(fdc.calibrated, _sharded(first, jax.device_put(arguments)), rows)
 

@@ -59,7 +59,7 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
 
     @jax.jit
     def choose(features, packed, settings):
-        scores, rows = fdc.calibrated(features, *packed, *settings)
+        scores, rows = fdc.calibrated(*packed, *settings, *features)
         task = scores[:, : len(starts)].argmax(axis=1)
         return jnp.asarray(labels)[jnp.asarray(starts)[task] + rows[jnp.arange(len(rows)), task]]
 

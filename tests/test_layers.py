@@ -19,7 +19,7 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 27_180,
+    "calibration": 27_150,
     "data": 14_040,
     "features": 3_330,
     "learners": 19_950,
@@ -68,6 +68,12 @@ def test_rooms_stay_within_their_sizes():
     grown = {name: size for name, size in rooms.items() if size > LIMITS.get(name, 0)}
     assert not grown, f"more tokens than in LIMITS: {grown}"
     assert rooms.keys() == LIMITS.keys()
+
+
+def test_algorithm_1_stays_readable():
+    paths = [PACKAGE / "calibration" / f"{name}.py" for name in ("fdc", "compiled", "statistics")]
+    assert sum(map(count_tokens, paths)) <= 6_000
+    assert len(paths[0].read_text("utf-8").splitlines()) <= 480
 
 
 def test_layout_and_docstrings_do_not_count(tmp_path):

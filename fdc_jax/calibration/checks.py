@@ -1,8 +1,8 @@
-"""Warnings of features in another order than their labels, and of views that are swapped.
+"""Warnings of features in another order than their labels, of swapped views, and of no residual.
 
-Both compare numbers that mistakes change by far, on a few hundred rows, so that they cost no
-measurable share of a fit. Features without a relation to classes, or views that hardly differ, give
-no warning. Features on a device stay there, unchecked.
+The first two compare numbers that mistakes change by far, on a few hundred rows, so that they cost
+no measurable share of a fit. Features without a relation to classes, or views that hardly differ,
+give no warning. Features on a device stay there, unchecked.
 """
 
 import logging
@@ -122,3 +122,12 @@ def warn_of_swapped(views: Sequence[Any], means: Sequence[Float[np.ndarray, "c d
             "expected; the views are probably swapped"
         )
     return share >= SWAPPED
+
+
+def warn_without_residual(views: Sequence[Any], given: inputs.TaskInput) -> None:
+    """Warns of a task of FDC whose samples have no residual; `views` are `statistics.View`."""
+    for name, view in zip(inputs.VIEWS, views, strict=False):
+        if view.residual[0] == 0.0:
+            name = inputs.name_of(f"{name} features", given.task)
+            reason = f"{len(view.basis)} directions hold all variance of {len(given.rows)} samples"
+            _LOGGER.warning(f"{name}: {reason}: RLC cannot judge inputs within them")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fdc_jax.calibration.shapes import padded
 from fdc_jax.heads import products, unit
@@ -47,17 +47,14 @@ class Blocks:
             for start in jax.device_put([*map(np.int32, self.starts)]):
                 yield _cut(self.features, start, self.shards, self.rows)
         else:
-            yield from map(jax.device_put, self._split(self.features, np.float32, 0.0))
+            yield from map(jax.device_put, self._split())
 
-    def place(self, values: Int[np.ndarray, " n"]) -> list[Int[Array, " rows"]]:
-        """Returns integers of all rows on the device in the same blocks; padding rows have -1."""
-        return jax.device_put([*self._split(values, np.int32, -1)])
-
-    def _split(self, values: Any, kind: type, fill: float) -> Iterator[np.ndarray]:
-        by_shard = values.reshape(self.shards, len(values) // self.shards, *values.shape[1:])
+    def _split(self) -> Iterator[Float[np.ndarray, "rows d"]]:
+        count, width = self.features.shape
+        by_shard = self.features.reshape(self.shards, count // self.shards, width)
         for start in self.starts:
-            parts = np.asarray(by_shard[:, start : start + self.rows], kind)
-            yield np.concatenate([padded(part, self.rows, fill) for part in parts])
+            parts = np.asarray(by_shard[:, start : start + self.rows], np.float32)
+            yield np.concatenate([padded(part, self.rows) for part in parts])
 
     def gather(self, results: Sequence[Any]) -> Any:
         """Merges the results of all blocks into trees of host arrays [n, ...] without padding."""
@@ -81,9 +78,9 @@ def blocks_of(views: Sequence[Any]) -> list[Blocks]:
     return [Blocks(view, max(shards, default=1)) for view in views]
 
 
-def map_blocks(function: Callable[..., Any], *blocks: Any) -> list[Any]:
+def map_blocks(function: Callable[..., Any], *blocks: Blocks) -> list[Any]:
     """Returns the results of a function by block; of memory maps, few blocks are in memory."""
-    mapped = any(getattr(view, "mapped", False) for view in blocks)
+    mapped = any(view.mapped for view in blocks)
     results: list[Any] = []
     for parts in zip(*blocks, strict=True):
         results.append(function(*parts))
@@ -114,25 +111,21 @@ ROUNDING = 1e-6
 
 
 def centred(features: Any, rows: Any, mean: Any) -> Float[Array, "n d"]:
-    """Returns features less a mean, and zero for padding rows, which have -1 in `rows`."""
-    return jnp.where(rows[:, None] >= 0, features - mean[None], 0.0)
+    """Returns features less a mean, and zero for padding rows, which are 0 in `rows` [n, 1]."""
+    return jnp.where(rows > 0, features - mean[None], 0.0)
 
 
 def principal(
-    view: Blocks,
-    rows: Sequence[Int[Array, " rows"]],
-    mean: Float[np.ndarray, " d"],
-    shares: Sequence[float],
+    view: Blocks, rows: Blocks, mean: Float[np.ndarray, " d"], shares: Sequence[float]
 ) -> list[Float[np.ndarray, "r d"]]:
     """Returns the fewest principal directions with each share of the variance (Eq. task-pca).
 
-    Directions of a smaller share are the first ones of a larger share. The host decomposes the
-    scatter: XLA compiles `eigh` for a TPU for minutes.
+    Directions of a smaller share are the first ones of a larger share. `rows`: see `centred`. The
+    host decomposes the scatter: XLA compiles `eigh` for a TPU for minutes.
     """
     if max(shares) > 1.0 - ROUNDING or len(view.features) < len(mean):
         return _principal_in_float64(view, shares)
-    centre = jax.device_put(mean)
-    total = jax.device_put(np.zeros((len(mean), len(mean)), np.float32))
+    centre, total = jax.device_put((mean, np.zeros((len(mean), len(mean)), np.float32)))
     for block, own in zip(view, rows, strict=True):
         total = _scatter(total, block, own, centre)
         if view.mapped:

@@ -13,7 +13,6 @@ highest precision; moments are float64 on the host. `measure` reads no setting a
 feature, so that a sweep of settings measures once.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import starmap
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import compiled, inputs
+from fdc_jax.calibration import checks, compiled, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.compiled import Blocks
 from fdc_jax.calibration.settings import COMPONENTS, Settings, Switches
@@ -40,7 +39,6 @@ from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, products, unit
 from fdc_jax.machine.conversion import convert
 
-_LOGGER = logging.getLogger("fdc_jax.calibration")
 # Floors of the paper, "Test-Time Calibration".
 SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
@@ -56,18 +54,17 @@ def subspaces(
     blocks: Sequence[Blocks], given: inputs.TaskInput, shares: Sequence[float]
 ) -> list[list[View]]:
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
-    rows = blocks[0].place(given.rows)
-    centres = means_and_prototypes(blocks, rows, given)
-    by_share: list[list[View]] = [[] for _ in shares]
+    rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # of the head, from 1; padding has 0
+    centres = means_and_prototypes(rows, blocks, given)
+    views = []
     for block, (mean, prototypes) in zip(blocks, centres, strict=True):
         bases = compiled.principal(block, rows, mean, shares)
-        for views, basis in zip(by_share, bases, strict=True):
-            views.append(View(mean, basis, prototypes))
-    return by_share
+        views.append([View(mean, basis, prototypes) for basis in bases])
+    return [*map(list, zip(*views, strict=True))]
 
 
 def means_and_prototypes(
-    views: Sequence[Blocks], rows: Sequence[Array], given: inputs.TaskInput
+    rows: Blocks, views: Sequence[Blocks], given: inputs.TaskInput
 ) -> list[tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]]:
     """Returns by view m_t, and p_{t,c} (Eq. proto) by row of the head.
 
@@ -95,7 +92,7 @@ def means_and_prototypes(
 @partial(jax.jit, static_argnames="classes")
 def _sums(features: Any, rows: Any, first: Any, classes: int) -> tuple[Array, ...]:
     origin = first[0]  # Less the origin, features far from zero keep their digits in float32.
-    members = (rows[None] == jnp.arange(classes)[:, None]).astype(jnp.float32)
+    members = (rows.T == 1 + jnp.arange(classes)[:, None]).astype(jnp.float32)
     class_sums = products(members, (unit(features) - unit(origin)[None]).T)
     finite = jnp.isfinite(squared_norm(features)).all()
     return compiled.centred(features, rows, origin).sum(axis=0), class_sums, origin, finite
@@ -125,12 +122,12 @@ def score_scale(own: "Measured", task: PackedTasks, gamma: float) -> float:
 class Measured(NamedTuple):
     """Measurements of features against tasks; float32 has more digits of 1 - A_t than of A_t."""
 
-    residual: Float[Array, "n t"]  # rho_t
-    distances: Float[Array, "n t c"] | Any = None  # 1 - cosine to each prototype
-    raw: Float[Array, "n t c"] | Any = None  # h W^T, as what follows in the adapted view
-    projected: Float[Array, "n t c"] | Any = None  # (h U)(W U)^T
-    length: Float[Array, "n t"] | Any = None  # |h|
-    kept: Float[Array, "n t"] | Any = None  # |h U|^2
+    residual: Float[Any, "n t"]  # rho_t
+    distances: Float[Any, "n t c"] = None  # 1 - cosine to each prototype
+    raw: Float[Any, "n t c"] = None  # h W^T, as what follows in the adapted view
+    projected: Float[Any, "n t c"] = None  # (h U)(W U)^T
+    length: Float[Any, "n t"] = None  # |h|
+    kept: Float[Any, "n t"] = None  # |h U|^2
 
 
 @jax.jit
@@ -161,7 +158,7 @@ def measure(features: Float[Array, "n d"], tasks: PackedTasks) -> Measured:
 
 
 @jax.jit
-def measure_views(views: Sequence[Array], tasks: Sequence[PackedTasks]) -> list[Measured]:
+def measure_views(tasks: Sequence[PackedTasks], *views: Float[Array, "n _"]) -> list[Measured]:
     """Returns `measure` of features by view, in one program."""
     return [measure(*pair) for pair in zip(views, tasks, strict=True)]
 
@@ -206,31 +203,30 @@ def standardised(values: Any, mean_std: Any) -> Any:
 
     If all samples of the task have one value, what differs from it by a rounding error equals it.
     """
-    library = values.__array_namespace__()
     difference = values - mean_std[..., 0]
     deviation = mean_std[..., 1]
     equal = (deviation <= SCALE_FLOOR) & (abs(difference) < ROUNDING)
-    return library.where(equal, 0.0, difference) / deviation
+    return difference * ~equal / deviation
 
 
 def foreign_residuals(
-    blocks: Sequence[Blocks], earlier: Sequence[Any], measured: Any = measure
-) -> list[Float[np.ndarray, "n earlier"]]:
-    """Returns u_j of features for every earlier task j, by view (line 7).
+    view: Blocks, groups: Sequence[PackedTasks], mean_std: Any, measured: Any = measure
+) -> Float[np.ndarray, "n earlier"]:
+    """Returns u_j of features in a view, for earlier tasks j in groups (line 7).
 
-    `earlier` has by view the tasks in groups, and the moments of their rho_j.
+    Args:
+        view: the features.
+        groups: m_j and U_j.
+        mean_std: moments of rho_j [earlier, 2], with an axis before if `measured` has settings.
+        measured: `measure`, or a function that measures under several settings.
     """
 
-    def by_group(*views: Array) -> list[list[Array]]:
-        pairs = zip(views, earlier, strict=True)
-        return [[measured(features, group).residual for group in of] for features, (of, _) in pairs]
+    def by_group(features: Array) -> list[Array]:
+        return [measured(features, group).residual for group in groups]
 
-    ratios = blocks[0].gather(compiled.map_blocks(by_group, *blocks))
-    residuals = []
-    for parts, (_, mean_std) in zip(ratios, earlier, strict=True):
-        rho = np.concatenate(parts, axis=-1)[..., : mean_std.shape[-2]]
-        residuals.append(standardised(rho, mean_std))
-    return residuals
+    ratios = view.gather(compiled.map_blocks(by_group, view))
+    earlier = np.concatenate(ratios, axis=-1)[..., : mean_std.shape[-2]]
+    return standardised(earlier, mean_std)
 
 
 def packed_subspaces(views: Sequence[View]) -> tuple[list[PackedTasks], Float[np.ndarray, "t 2"]]:
@@ -239,15 +235,6 @@ def packed_subspaces(views: Sequence[View]) -> tuple[list[PackedTasks], Float[np
     pairs = [PackedTasks(view.mean, view.basis) for view in views]
     groups = jax.device_put([stacked(pairs[group], size) for group in rows])
     return groups, np.array([view.residual for view in views], np.float32)
-
-
-def warn_without_residual(views: Sequence[View], given: inputs.TaskInput) -> None:
-    """Warns of a task whose samples have no residual."""
-    for name, view in zip(inputs.VIEWS, views, strict=False):
-        if view.residual[0] == 0.0:
-            name = inputs.name_of(f"{name} features", given.task)
-            reason = f"{len(view.basis)} directions hold all variance of {len(given.rows)} samples"
-            _LOGGER.warning(f"{name}: {reason}: RLC cannot judge inputs within them")
 
 
 # Likelihood and fusion (lines 13, 17 and 18) ------------------------------------------------------
@@ -276,8 +263,8 @@ def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
     variance = max(float((variances + (means - mean) ** 2).mean()), SCALE_FLOOR)
     ratio = log_ratio(mean, variance)
     sizes = [np.abs(np.polyval(ratio, u.ravel().astype(float))) for u in residuals]
-    tau = float(np.median(np.concatenate(sizes).astype(np.float32)))
-    return Foreign(mean, variance, max(tau, SCALE_FLOOR))
+    tau = np.median(np.concatenate(sizes).astype(np.float32))
+    return Foreign(mean, variance, max(float(tau), SCALE_FLOOR))
 
 
 def evidence(
@@ -323,9 +310,9 @@ def fuse(
 
 
 @jax.jit
-def calibrated(views: Any, tasks: Any, ratios: Any, settings: Any, on: Any) -> Any:
+def calibrated(tasks: Any, ratios: Any, settings: Any, on: Any, *views: Any) -> Any:
     """Returns `fuse` of `measure_views`, in one program."""
-    return fuse(measure_views(views, tasks), tasks, ratios, settings, on)
+    return fuse(measure_views(tasks, *views), tasks, ratios, settings, on)
 
 
 class FDC(Calibrator):
@@ -343,8 +330,8 @@ class FDC(Calibrator):
         super().__init__()
         self.settings = convert(settings, Settings)
         self.tasks: list[Task] = []
-        # F^v by view: u_j of every task from the second on, by earlier task j; None if released.
-        self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
+        # F^v by view: u_j [earlier, n] of every task from the second on; None if released.
+        self.foreign: list[list[Any]] | None = []
         self.references: list[Foreign] = []  # by view; empty before `finalize`
 
     def _fit(self, given: inputs.TaskInput) -> None:
@@ -356,18 +343,16 @@ class FDC(Calibrator):
         # The task against itself, and line 9; `measure` reads no moments.
         (host, *_) = packed = pack([Task(views)], [given.counts], [given.head], 1)
         task = jax.device_put(packed)
-        by_block = compiled.map_blocks(lambda *parts: measure_views(parts, task), *blocks)
-        own = blocks[0].gather(by_block)
+        own = blocks[0].gather(compiled.map_blocks(partial(measure_views, task), *blocks))
         for index, measured in enumerate(own):
             residual = moments(measured.residual)
             affinity = affinity_moments(measured, settings.neighbours)
             views[index] = views[index]._replace(residual=residual, affinity=affinity)
         scales = [score_scale(own[0], host, gamma) for gamma in (0.0, settings.attenuation)]
-        warn_without_residual(views, given)
-        foreign = []
-        if self.tasks:  # Line 7.
-            earlier = [*map(packed_subspaces, by_view(self.tasks))]
-            foreign = [u.T for u in foreign_residuals(blocks, earlier)]
+        checks.warn_without_residual(views, given)
+        foreign = []  # Line 7.
+        for block, earlier in zip(blocks, by_view(self.tasks), strict=False):
+            foreign.append(foreign_residuals(block, *packed_subspaces(earlier)).T)
         self.add(given, Task(views, *scales), foreign, filtered(own[0], host, 0.0))
 
     def check(self, given: inputs.TaskInput) -> None:
@@ -394,7 +379,7 @@ class FDC(Calibrator):
         self.foreign = None if release else self.foreign
 
     def batch(
-        self, adapted: Any, pretrained: Any = None, wait: bool = True
+        self, adapted: Any, pretrained: Any, wait: bool = True
     ) -> tuple[list[Blocks], list[Any]]:
         """Returns blocks of a batch by view, and packed tasks and log ratios of these views.
 
@@ -408,24 +393,22 @@ class FDC(Calibrator):
 
     @cached_property
     def _unit_means(self) -> list[Float[np.ndarray, "c d"]]:
-        views = by_view(self.tasks)
-        return [np.concatenate([task.prototypes for task in view]) for view in views]
+        means = []
+        for views in by_view(self.tasks):
+            means.append(np.concatenate([view.prototypes for view in views]))
+        return means
 
     @cached_property
     def _packed(self) -> tuple[list[PackedTasks], list[Array]]:
-        count = padded_size(self.num_tasks, 8)
-        packed = pack(self.tasks, self.counts, self.heads, count)
+        packed = pack(self.tasks, self.counts, self.heads, padded_size(self.num_tasks, 8))
         return jax.device_put((packed, [*starmap(log_ratio, self.references)]))
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 15 to 20)."""
         blocks, packed = self.batch(adapted, pretrained, wait=False)
         settings = jax.device_put((self.settings, Switches()))
-
-        def scores_of(*views: Array) -> Any:
-            return calibrated(views, *packed, *settings)
-
-        scores, rows = blocks[0].gather(compiled.map_blocks(scores_of, *blocks))
+        score = partial(calibrated, *packed, *settings)
+        scores, rows = blocks[0].gather(compiled.map_blocks(score, *blocks))
         scores = scores[:, : self.num_tasks]
         if not np.isfinite(scores).all():
             self.batch(adapted, pretrained)  # raises InputError of features that are not finite

@@ -50,18 +50,18 @@ class PackedTasks(NamedTuple):
 
     mean: Float[Any, "t d"]
     basis: Float[Any, "t r d"]
-    leading: Float[Any, "t r"] | Any = None  # in a sweep of eta, 1 for its directions
-    length: Float[Any, " t"] | Any = None  # |m|
-    directions: Float[Any, "t c d"] | Any = None  # m^, then p - m^ of each class
-    offset: Float[Any, "t c"] | Any = None  # |m| - m.p
-    residual: Float[Any, "t 2"] | Any = None  # moments of rho_t
-    distance: Float[Any, "t 2"] | Any = None  # moments of 1 - A_t
-    scales: Float[Any, "t 2"] | Any = None  # sigma_t without and with TSF; 0 for padding tasks
-    weight: Float[Any, "t k d"] | Any = None  # W_t, and line 9, in the adapted view
-    inside: Float[Any, "t k r"] | Any = None  # W_t U_t
-    centre: Float[Any, "t r"] | Any = None  # m_t U_t
-    bias: Float[Any, "t k"] | Any = None  # b_t
-    normalised: Float[Any, " t"] | Any = None  # 1 if heads divide h by |h|
+    leading: Float[Any, "t r"] = None  # in a sweep of eta, 1 for its directions
+    length: Float[Any, " t"] = None  # |m|
+    directions: Float[Any, "t c d"] = None  # m^, then p - m^ of each class
+    offset: Float[Any, "t c"] = None  # |m| - m.p
+    residual: Float[Any, "t 2"] = None  # moments of rho_t
+    distance: Float[Any, "t 2"] = None  # moments of 1 - A_t
+    scales: Float[Any, "t 2"] = None  # sigma_t without and with TSF; 0 for padding tasks
+    weight: Float[Any, "t k d"] = None  # W_t, and line 9, in the adapted view
+    inside: Float[Any, "t k r"] = None  # W_t U_t
+    centre: Float[Any, "t r"] = None  # m_t U_t
+    bias: Float[Any, "t k"] = None  # b_t
+    normalised: Float[Any, " t"] = None  # 1 if heads divide h by |h|
 
 
 # Padding by field: least sizes of the leading axes of a task, and the value.
@@ -93,9 +93,11 @@ def pack(
 def packed_task(index: int, task: Task, counts: Any, head: Any) -> PackedTasks:
     """Returns the statistics of one task in a view, of index 0 with its head."""
     view = task.views[index]
-    mean, prototypes = view.mean.astype(float), unit(view.prototypes.astype(float))
-    length, direction = np.linalg.norm(mean), unit(mean)[None]
     # In float64: the differences are small.
+    mean = view.mean.astype(float)
+    length = np.linalg.norm(mean)
+    direction = unit(mean)[None]
+    prototypes = unit(view.prototypes.astype(float))
     offset = np.where(counts > 0, length - prototypes @ mean, np.inf)
     packed = PackedTasks(
         view.mean,

@@ -6,7 +6,7 @@ measurements.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import starmap
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdc_jax.calibration import compiled, fdc, inputs
+from fdc_jax.calibration import checks, compiled, fdc, inputs
 from fdc_jax.calibration.calibrator import Calibrator
 from fdc_jax.calibration.fdc import FDC, Measured, PackedTasks
 from fdc_jax.calibration.shapes import groups_of, mean_of_smallest
@@ -60,12 +60,12 @@ class Sweep(Calibrator):
             with_leading(view, [[views[index]] for views in by_eta])
             for index, view in enumerate(packed)
         ]
-        by_block = compiled.map_blocks(lambda *part: measure_by_eta(part, alone), *blocks)
+        by_block = compiled.map_blocks(partial(measure_by_eta, alone), *blocks)
         own = blocks[0].gather(by_block)
         residuals = []
-        if self.classes:
-            views = [_views(earlier, index) for index in range(len(blocks))]
-            residuals = fdc.foreign_residuals(blocks, [*map(_subspaces, views)], _measure)
+        for index, block in enumerate(blocks if self.classes else ()):
+            groups, mean_std = _subspaces(_views(earlier, index))
+            residuals.append(fdc.foreign_residuals(block, groups, mean_std, _measure))
 
         # Several settings have these in common.
         @cache
@@ -81,7 +81,7 @@ class Sweep(Calibrator):
             foreign.append([u[:, e].T for u in residuals])
             for index, view in enumerate(views):
                 views[index] = view._replace(residual=fdc.moments(own[index].residual[:, e]))
-            fdc.warn_without_residual(views, given)
+            checks.warn_without_residual(views, given)
         logits = fdc.filtered(_of_eta(own[0], 0), host, 0.0)
         for calibrator in self.calibrators:
             settings = calibrator.settings
@@ -120,7 +120,7 @@ class Sweep(Calibrator):
         by_eta, tasks = [self._of(eta).tasks for eta in self.etas], []
         for index, of in enumerate(packed):
             tasks.append(with_leading(of, _views(by_eta, index)))
-        measured = compiled.map_blocks(lambda *views: measure_by_eta(views, tasks), *blocks)
+        measured = compiled.map_blocks(partial(measure_by_eta, tasks), *blocks)
         chosen, selected = None, []
         for calibrator in self.calibrators:
             settings = calibrator.settings
@@ -139,9 +139,7 @@ _measure = jax.jit(jax.vmap(fdc.measure, (None, _OF_TASKS), _OF_MEASURED))
 
 
 @jax.jit
-def measure_by_eta(
-    views: Sequence[Float[Array, "n d"]], tasks: Sequence[PackedTasks]
-) -> list[Measured]:
+def measure_by_eta(tasks: Sequence[PackedTasks], *views: Float[Array, "n _"]) -> list[Measured]:
     """Returns `fdc.measure` by view, with an axis of eta in what depends on it."""
     return [_measure(*pair) for pair in zip(views, tasks, strict=True)]
 

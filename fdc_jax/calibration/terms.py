@@ -1,6 +1,7 @@
 """Measurements of a batch by FDC, from which its scores with any components follow."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -60,5 +61,5 @@ _filtered = jax.jit(fdc.filtered)
 def of(calibrator: fdc.FDC, adapted: Any, pretrained: Any = None) -> Terms:
     """Returns the measurements of a batch against all tasks (lines 15 to 17); see `FDC.score`."""
     blocks, (tasks, ratios) = calibrator.batch(adapted, pretrained)
-    measured = compiled.map_blocks(lambda *views: fdc.measure_views(views, tasks), *blocks)
+    measured = compiled.map_blocks(partial(fdc.measure_views, tasks), *blocks)
     return Terms(blocks[0], measured, tasks, ratios, calibrator.settings, calibrator.classes)

@@ -81,7 +81,7 @@ def test_waits_do_not_grow_with_tasks_and_rows(counted, place):
             adapted, pretrained = place(task.adapted), place(task.pretrained)
             calibrator.fit_task(adapted, task.labels, task.head, pretrained)
         waits = counted["device_get"] + counted["block_until_ready"]
-        assert 3 <= waits <= 6
+        assert 3 <= waits <= 7
         blocks = compiled.blocks_of([adapted, pretrained])
         cuts = sum(len(block.starts) for block in blocks) if place is jax.device_put else 0
         assert counted["_cut"] - cuts == cuts
