@@ -379,7 +379,7 @@ class FDC(Calibrator):
         self.foreign = None if release else self.foreign
 
     def batch(
-        self, adapted: Any, pretrained: Any, wait: bool = True
+        self, adapted: Any, pretrained: Any = None, wait: bool = True
     ) -> tuple[list[Blocks], list[Any]]:
         """Returns blocks of a batch by view, and packed tasks and log ratios of these views.
 
