@@ -140,23 +140,6 @@ def student(values: ArrayLike, low: float = -math.inf, high: float = math.inf) -
     return Gain(mean, std, max(mean - reach, low), min(mean + reach, high))
 
 
-def welch(values: Sequence[float], mean: float, std: float, count: float) -> Gain:
-    """Returns the mean over seeds minus another mean, with Welch's t interval.
-
-    `std` is the sample standard deviation of the other side over its `count` seeds. The interval is
-    NaN if a side has one seed, or if a deviation is not known.
-    """
-    own, own_std = mean_and_std(values)
-    counts = np.array([len(values), count])
-    variances = np.array([own_std, std]) ** 2 / counts
-    if not (counts > 1).all() or not variances.sum() > 0:
-        return Gain(own - mean, math.nan, math.nan, math.nan)
-    freedom = variances.sum() ** 2 / (variances**2 / (counts - 1)).sum()
-    error = float(np.sqrt(variances.sum()))
-    reach = float(scipy.special.stdtrit(freedom, 0.5 + _CONFIDENCE / 2)) * error
-    return Gain(own - mean, error, own - mean - reach, own - mean + reach)
-
-
 def share_of(right: Bool[np.ndarray, " n"]) -> Gain:
     """Returns the share of right samples with its standard error and Wilson's interval.
 

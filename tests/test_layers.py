@@ -27,7 +27,7 @@ LIMITS = {
     "model": 10_940,
     "package": 17_580,
     "posthoc": 3_660,
-    "report": 19_940,
+    "report": 20_840,
     "run": 21_030,
 }
 

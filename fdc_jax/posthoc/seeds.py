@@ -110,7 +110,7 @@ def show(folders: Sequence[Path], sweep: Mapping[str, list[Any]], names: Sequenc
     if len(groups) != 1:
         raise InputError("; ".join(map(str, skipped.values())) or "files of different settings")
     (group,) = groups
-    runs.analyse(group, sweep)
+    group = runs.analyse(group, sweep)
     console.show(group)
     print(*group.missing, sep="\n", end="\n" * bool(group.missing))
     for table in tables.build([group]):

@@ -89,8 +89,9 @@ def write(
         raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {first}")
     for path, lines in compared.values():
         reference.check_matches(path, lines, {(group.benchmark, group.learner) for group in groups})
-    for group in tqdm.tqdm(groups, "analyses", disable=hidden, leave=False):
-        runs.analyse(group, sweep)
+    progress = tqdm.tqdm(groups, "analyses", disable=hidden, leave=False)
+    groups = [runs.analyse(group, sweep) for group in progress]
+    for group in groups:
         for reason in group.missing:
             say(f"{group.name}: {reason}")
         runs.write_summary(group)

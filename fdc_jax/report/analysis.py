@@ -12,6 +12,7 @@ from typing import Any
 
 import joblib
 import numpy as np
+import pandas as pd
 from jaxtyping import Int
 
 from fdc_jax import calibration, evaluation
@@ -21,7 +22,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine.files import file_state, user_cache
-from fdc_jax.report import diagnostics
+from fdc_jax.report import diagnostics, quantities
 
 Sweep = Mapping[str, Sequence[float]]
 
@@ -66,8 +67,8 @@ def sweep_of(flags: Sequence[str]) -> Sweep:
     return sweep
 
 
-def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[str, float]]:
-    """Returns diagnostics by name and numbers by quantity of a run of `fdc_jax.open_run`.
+def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], pd.DataFrame]:
+    """Returns diagnostics by name, and numbers as `quantities.measured`, of an opened run.
 
     Args:
         run: one seed.
@@ -81,16 +82,14 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], dict[st
     fields = [name for name in Settings.__struct_fields__ if f"fdc.{name}" in config]
     settings = {name: config[f"fdc.{name}"] for name in fields}
     results = _kept(_diagnosed, folder, settings, (*_OF_EVERY_SEED, *_OF_THE_FIRST * first))
-    numbers: dict[str, float] = {}
+    numbers = {"contribution": results["residual_contributions"].mean()}
     if "similarity" in results:
-        ranks = diagnostics.correlations(results["similarity"])
-        numbers |= ranks.add_prefix("correlation:").to_dict()
-    means = results["residual_contributions"].mean()
-    numbers |= means.add_prefix("contribution:").to_dict()
+        numbers["correlation"] = diagnostics.correlations(results["similarity"])
     if sweep:
         pairs = tuple((parameter, tuple(values)) for parameter, values in sweep.items())
-        numbers |= _kept(swept, folder, settings, pairs)
-    return results, numbers
+        accuracies = _kept(swept, folder, settings, pairs)
+        numbers |= {name: {FDC.name: value} for name, value in accuracies.items()}
+    return results, quantities.frame(numbers)
 
 
 @functools.lru_cache(1000)  # many numbers of a run ask for them

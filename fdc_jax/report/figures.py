@@ -111,11 +111,13 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
     figure, (axes,) = drawing.panels(1, 1.2 + 0.22 * len(groups), 1)
     looks = drawing.looks([*(name for group in groups for name in group.methods), "oracle"])
     for row, group in enumerate(groups):
-        for name in filter(group.values, (*group.methods, "oracle")):
-            (colour, marker), title = looks[name], formatting.method_title(name)
-            mean, std = evaluation.mean_and_std(group.values(name))
-            look: dict[str, Any] = {"color": colour, "label": title, "gid": f"{name}-{row}"}
-            axes.errorbar([mean], [row], xerr=[np.nan_to_num(std)], fmt=marker, **look)
+        for name in filter(group.has, (*group.methods, "oracle")):
+            colour, marker = looks[name]
+            accuracy = group.row(name)
+            look: dict[str, Any] = {"color": colour, "gid": f"{name}-{row}"}
+            look["label"] = formatting.method_title(name)
+            deviation = np.nan_to_num(accuracy["std"])
+            axes.errorbar([accuracy["mean"]], [row], xerr=[deviation], fmt=marker, **look)
     names = [group.name if len(group.name) < 48 else f"{group.name[:47]}…" for group in groups]
     axes.set_yticks(range(len(names)), names)
     axes.set(ylim=(len(names) - 0.4, -0.6), xlabel="Final accuracy (%)")
@@ -219,17 +221,18 @@ def prototype_geometry(group: Group) -> Figure | None:
 # Figures tsf-hyperparameters and app-pac-k of the paper.
 def sweeps(group: Group) -> Figure | None:
     """Draws the accuracy of FDC by values of its settings."""
-    swept = {name.partition("=")[0] for name in group.numbers if "=" in name}
-    shown = [name for name in _SWEPT if name in swept]
-    if not shown:
+    swept = group.numbers[group.numbers["quantity"].str.contains("=")]
+    if swept.empty:
         return None
+    names = swept["quantity"].str.partition("=")
+    swept = swept.assign(setting=names[0], at=names[2].astype(float))
+    shown = [name for name in _SWEPT if name in set(swept["setting"])]
     figure, panels = drawing.panels(len(shown), 2.3, 3)
     for axes, name in zip(panels, shown, strict=True):
         title, columns = _SWEPT[name]
         for column in columns:
-            accuracy = group.numbers.filter(regex=f"^{column}=")
-            accuracy.columns = [float(name.partition("=")[2]) for name in accuracy]
-            accuracy = accuracy.sort_index(axis=1)
+            of_setting = swept[swept["setting"] == column]
+            accuracy = of_setting.pivot(index="seed", columns="at", values="value")
             other = column == "nearest"
             colour, marker = (drawing.PRETRAINED, "D") if other else (drawing.FDC, "s")
             look = {"marker": marker, "gid": column, "label": "Nearest" if other else "FDC"}

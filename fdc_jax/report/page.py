@@ -61,15 +61,15 @@ def render(
 
 def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict[str, Any]:
     """Returns the content of the section of a group."""
-    first, accuracy = group.results, group.record(group.best)
+    first, accuracy = group.results, group.row(group.best)
     settings = runs.settings(first)
     provenance = {"device": first.device, "versions": first.versions, "settings": settings}
     return {
         "group": group,
         "title": _title(group.learner, group.benchmark, group.best),
         "best": _answering(group.best),
-        "accuracy": formatting.mean(accuracy.mean, accuracy.std, digits=1),
-        "interval": formatting.interval(accuracy.low, accuracy.high, 1, signed=False),
+        "accuracy": formatting.mean(accuracy["mean"], accuracy["std"], digits=1),
+        "interval": formatting.interval(accuracy["low"], accuracy["high"], 1, signed=False),
         "verdict": console.verdict(group),
         "notes": console.notes(group),
         "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],

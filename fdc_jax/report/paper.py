@@ -7,15 +7,15 @@ benchmark `average` is the mean over all five, `source` the label of a table or 
 
 import functools
 import json
-import math
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.calibration import FDC
 from fdc_jax.data.benchmarks import BENCHMARKS
-from fdc_jax.report import reference
-from fdc_jax.report.reference import Published
+from fdc_jax.report import reference, rows
 
 CSV = Path(__file__).with_name("paper.csv")
 AVERAGE = "average"
@@ -28,8 +28,23 @@ COMPONENT_TITLES: dict[str, str] = NUMBERS["components"]
 
 
 @functools.cache
-def _means() -> dict[tuple[str, str, str], Published]:
-    return reference.published(reference.read(CSV))
+def published() -> pd.DataFrame:
+    """Returns the rows of `paper.csv` under the names of our numbers, for `rows.compare`.
+
+    FDC has all components; those that the paper selects for a learner have their own name and
+    `selected`. An average that the paper does not give is that of its means of all five benchmarks.
+    """
+    lines = reference.read(CSV)
+    learner = lines["learner"].map(learners.selected)
+    of_all = lines[lines["calibrator"] == "full"].assign(calibrator=FDC.name)
+    chosen = lines[lines["calibrator"] == "selected"]
+    chosen = chosen.assign(calibrator=learner)
+    of_fdc = chosen[chosen["calibrator"] == "full"].assign(calibrator=FDC.name)
+    lines = pd.concat([of_fdc, chosen, lines, of_all]).drop_duplicates(rows.MATCH)
+    five = lines[lines["benchmark"] != AVERAGE].groupby(rows.MATCH[1:])["value"]
+    means = five.mean()[five.size() == len(benchmarks())].reset_index()
+    lines = pd.concat([lines, means.assign(benchmark=AVERAGE)])
+    return lines.drop_duplicates(rows.MATCH)
 
 
 def benchmarks() -> list[str]:
@@ -42,31 +57,11 @@ def benchmark_title(name: str) -> str:
     return BENCHMARKS[name].title if name in BENCHMARKS else {AVERAGE: "Avg."}.get(name, name)
 
 
-def find(benchmark: str, learner: str, quantity: str) -> Published | None:
-    """Returns the paper's mean of a quantity, None if the paper has none.
-
-    The components that the paper selects for a learner have the name `selected`. The average is the
-    paper's, else the average of its means of all five benchmarks.
-    """
-    kind, colon, name = quantity.rpartition(":")
-    name = "full" if name == FDC.name else name
-    if name == learners.selected(learner) and kind in ("", "gain"):
-        name = "selected"
-    key = benchmark, learner, f"{kind}{colon}{name}"
-    if key in _means():
-        return _means()[key]
-    if benchmark == AVERAGE:
-        of_sets = [find(name, learner, quantity) for name in benchmarks()]
-        means = [one.mean for one in of_sets if one]
-        if len(means) == len(of_sets):
-            return Published(sum(means) / len(means), math.nan, math.nan)
-    return None
-
-
 def plugged() -> list[str]:
     """Returns the eight learners of Table plugin."""
-    rows = (learner for _, learner, quantity in _means() if quantity == "gain:selected")
-    return [name for name in dict.fromkeys(rows) if name != "cumulative_lora"]
+    lines = reference.read(CSV)
+    gains = lines[(lines["calibrator"] == "selected") & (lines["quantity"] == "gain")]
+    return [name for name in gains["learner"].unique() if name != "cumulative_lora"]
 
 
 def sizes(benchmark: str) -> dict[str, int]:

@@ -1,106 +1,114 @@
-"""Numbers of a `results.json` by the name of the quantity.
+"""Quantities with unit and range (`quantities.json`), and the numbers of a run.
 
-A name alone is a final accuracy in percent: of a calibrator (`raw`, `fdc`, `gaussians`, ...), of
-raw logits with the task given (`oracle`), of a combination of FDC's components (`tsf+rlc`), or of
-the combination that the paper selects for the learner (`selected`). Names with a prefix:
-
-    gain:NAME      accuracy minus that of `raw`, in points
-    routing:NAME   share of test images that get the right task, in percent
-    given:NAME     accuracy with the task given, in percent
-    aia:NAME       average incremental accuracy
-    storage:NAME   bytes
-
-`corrected` is the share of raw errors that the task identity corrects, in percent. Accuracies of a
-refitted FDC (`analysis`) are `attenuation=0.25`, `retained_energy=0.5`, `neighbours=2`, and
-`nearest=2` with affinities standardised over the candidate tasks. Costs are
-`training_minutes`, `fdc_minutes`, `peak_memory_gib`, `fdc_peak_memory_gib` and `storage_mib` (Table
-app-cost), and, of `baseline`, `single` and `dual`, `latency_ms:`, `added_latency_percent:`,
-`inference_mib:` and `added_mib:` (Table app-latency).
+A number is of a calibrator and a quantity. In files one name stands for both: `raw`, `fdc`,
+`tsf+rlc` or `oracle` (the task given) is the final accuracy of a calibrator or of a combination of
+FDC's components, `selected` that of the combination that the paper selects for the learner. Other
+quantities of calibrators come first, as in `gain:fdc` or `aia:raw`; quantities of a run stand
+alone, as `training_minutes`. Sweeps have their value, as `attenuation=0.25`.
 """
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.calibration.fdc import COMPONENTS
 from fdc_jax.run.records import Latency, Point, Results, Timing
 
-# Sections of results with a number per calibrator, by prefix.
-_SECTIONS = {
-    "aia": "average_incremental_accuracy",
-    "routing": "routing_accuracy",
-    "storage": "storage_bytes",
-}
-_NAMES = (*METHODS, "oracle", *COMPONENTS, "selected")
-SWEPT = ("attenuation", "retained_energy", "neighbours", "nearest")
-COSTS = (
-    *("training_minutes", "fdc_minutes", "peak_memory_gib", "fdc_peak_memory_gib"),
-    "storage_mib",
+NAMES = (*METHODS, "oracle", *COMPONENTS, "selected")
+
+
+class Quantity(msgspec.Struct, frozen=True):
+    """A row of the table of quantities."""
+
+    title: str
+    unit: str
+    of: list[str] | str = ""  # `calibrators`, or the names in their place; "" if it is of the run
+    low: float = -math.inf
+    high: float = math.inf
+    signed: bool = False  # numbers are shown with their sign
+    swept: bool = False  # its name in files has the value of a setting
+
+
+TABLE = msgspec.json.decode(
+    Path(__file__).with_name("quantities.json").read_bytes(), type=dict[str, Quantity]
 )
-_KNOWN = frozenset((*_NAMES, *COSTS, "corrected"))
-_KNOWN |= {f"{kind}:{name}" for kind in ("gain", "given", *_SECTIONS) for name in _NAMES}
-# Kinds of quantities between 0 and 100.
-_PERCENT = ("accuracy", "routing", "given", "aia", "corrected", *SWEPT)
+SWEPT = [name for name, quantity in TABLE.items() if quantity.swept]
 
 
-def is_known(name: str) -> bool:
-    """Returns True if `name` is the name of a quantity."""
-    swept = name.partition("=")[0] in SWEPT
-    return name in _KNOWN or swept or split(name)[0] in ("baseline", "single", "dual")
+def find(quantity: str) -> Quantity:
+    """Returns the row of a quantity such as `gain` or `attenuation=0.25`."""
+    return TABLE[quantity.partition("=")[0]]
 
 
-def bounds(name: str) -> tuple[float, float]:
-    """Returns the range of a quantity."""
-    percent = split(name)[1].partition("=")[0] in _PERCENT
-    return (0.0, 100.0) if percent else (-math.inf, math.inf)
-
-
-def split(name: str) -> tuple[str, str]:
-    """Splits the name of a quantity into a calibrator, which may be empty, and its kind."""
-    if "=" in name:
+def parse(name: str) -> tuple[str, str]:
+    """Returns calibrator ("" if of the run) and quantity of a name; raises ValueError."""
+    quantity, _, calibrator = name.rpartition(":")
+    if name in NAMES:
+        return name, "accuracy"
+    if "=" in name and name.partition("=")[0] in SWEPT:
         return FDC.name, name
-    kind, colon, calibrator = name.partition(":")
-    if colon:
-        return calibrator, kind
-    return (name, "accuracy") if name in _NAMES else ("", name)
+    if not quantity:
+        calibrator, quantity = "", name
+    if quantity in TABLE and not TABLE[quantity].swept:
+        known = TABLE[quantity].of or ("",)
+        if calibrator in (NAMES if known == "calibrators" else known):
+            return calibrator, quantity
+    raise ValueError(
+        "quantity: expected one such as raw, fdc, oracle, tsf+rlc, gain:fdc, routing:fdc or aia:raw"
+    )
+
+
+def name_of(calibrator: str, quantity: str) -> str:
+    """Returns the name in files, from which `parse` reads calibrator and quantity."""
+    if quantity == "accuracy":
+        return calibrator
+    return f"{quantity}:{calibrator}" if find(quantity).of else quantity
 
 
 def measured(
     results: Results,
     untrained: Mapping[str, float] | None = None,
     latency: Latency | None = None,
-) -> dict[str, float]:
-    """Returns the known numbers of a run by name.
+) -> pd.DataFrame:
+    """Returns the known numbers of a run, with columns `calibrator`, `quantity` and `value`.
 
     Args:
         results: content of its `results.json`.
         untrained: accuracies of calibrators of `analysis.untrained`.
         latency: content of its `latency.json`.
     """
-    numbers = dict(untrained or {}) | _accuracies(results, results.learner)
-    if "raw" in numbers:  # Features without heads have no raw logits.
-        raw = numbers["raw"]
-        numbers |= {f"gain:{name}": value - raw for name, value in numbers.items()}
-        if "oracle" in numbers and raw < 100:  # The oracle is right wherever raw logits are.
-            numbers["corrected"] = 100 * (numbers["oracle"] - raw) / (100 - raw)
-    averages = results.average_incremental_accuracy
-    if "raw" in averages and averages["raw"] is not None:  # if every task was evaluated
-        curve = [_accuracies(point, results.learner) for point in results.curve]
-        for name in curve[0]:
-            values = [point[name] for point in curve if name in point]
-            if len(values) == len(curve):
-                numbers[f"aia:{name}"] = float(np.mean(values))
-    known: dict[str, float | None] = dict(numbers)
-    for kind, section in _SECTIONS.items():
-        values = getattr(results, section).items()
-        known |= {f"{kind}:{name}": value for name, value in values}
-    parts = results.decomposition.items()
-    known |= {f"given:{name}": part.oracle_accuracy for name, part in parts}
-    known |= _costs(results) | _inference(latency or Latency())
-    return {name: float(value) for name, value in known.items() if value is not None}
+    accuracies = dict(untrained or {}) | _accuracies(results, results.learner)
+    tables: dict[str, Mapping[str, float | None]] = {
+        "accuracy": accuracies,
+        "aia": _averages(results) | results.average_incremental_accuracy,
+        "routing": results.routing_accuracy,
+        "given": {name: part.oracle_accuracy for name, part in results.decomposition.items()},
+        "storage": results.storage_bytes,
+        **_costs(results),
+        **_inference(latency or Latency()),
+    }
+    if "raw" in accuracies:  # Features without heads have no raw logits.
+        raw = accuracies["raw"]
+        tables["gain"] = {name: value - raw for name, value in accuracies.items()}
+        if "oracle" in accuracies and raw < 100:  # The oracle is right wherever raw logits are.
+            tables["corrected"] = {"": 100 * (accuracies["oracle"] - raw) / (100 - raw)}
+    return frame(tables)
+
+
+def frame(tables: Mapping[str, Mapping[str, float | None]]) -> pd.DataFrame:
+    """Returns numbers by quantity and calibrator as rows; None and NaN have none."""
+    rows: list[Any] = []
+    for quantity, values in tables.items():
+        rows += [(calibrator, quantity, value) for calibrator, value in values.items()]
+    numbers = pd.DataFrame(rows, columns=["calibrator", "quantity", "value"])
+    return numbers.astype({"value": float}).dropna()
 
 
 def _accuracies(point: Results | Point, learner: str) -> dict[str, float]:
@@ -116,7 +124,16 @@ def _accuracies(point: Results | Point, learner: str) -> dict[str, float]:
     return parts | point.accuracy
 
 
-def _costs(results: Results) -> dict[str, float | None]:
+def _averages(results: Results) -> dict[str, float | None]:
+    """Returns averages over the curve, also of components; empty if a task was not evaluated."""
+    stated = results.average_incremental_accuracy
+    if "raw" not in stated or stated["raw"] is None:
+        return {}
+    curve = pd.DataFrame([_accuracies(point, results.learner) for point in results.curve])
+    return curve.mean(skipna=False).to_dict()
+
+
+def _costs(results: Results) -> dict[str, dict[str, float | None]]:
     """Returns the costs of training and of FDC, None if they are not known.
 
     FDC's minutes count the loading of images, both views and the fit. Features of E_0 from the
@@ -132,19 +149,20 @@ def _costs(results: Results) -> dict[str, float | None]:
         "fdc_peak_memory_gib": (memory.get(FDC.name), 2**30),
         "storage_mib": (results.fdc_storage_bytes, 2**20),
     }
-    return {name: value and value / unit for name, (value, unit) in totals.items()}
+    return {name: {"": value and value / unit} for name, (value, unit) in totals.items()}
 
 
-def _inference(latency: Latency) -> dict[str, float | None]:
-    """Returns the numbers of `fdc_jax.latency`: milliseconds per batch, and MiB."""
-    numbers, base = {}, None
-    for name, timing in latency.contenders.items():
-        mean, peak = float(np.mean(timing.milliseconds)), timing.peak_bytes
-        numbers[f"latency_ms:{name}"] = mean
-        if base is None:  # the baseline comes first
-            base = mean, peak
-            numbers[f"inference_mib:{name}"] = peak and peak / 2**20
-        else:
-            numbers[f"added_latency_percent:{name}"] = 100 * (mean / base[0] - 1)
-            numbers[f"added_mib:{name}"] = peak and (peak - (base[1] or 0)) / 2**20
-    return numbers
+def _inference(latency: Latency) -> dict[str, dict[str, float | None]]:
+    """Returns milliseconds per batch and MiB of `fdc_jax.latency`, and what FDC adds."""
+    if "baseline" not in latency.contenders:
+        return {}
+    times = {n: np.mean(timing.milliseconds) for n, timing in latency.contenders.items()}
+    # NaN if the peak is not known.
+    peaks = {n: (timing.peak_bytes or math.nan) / 2**20 for n, timing in latency.contenders.items()}
+    base = peaks.pop("baseline")
+    return {
+        "latency_ms": times,
+        "added_latency_percent": {n: 100 * (times[n] / times["baseline"] - 1) for n in peaks},
+        "inference_mib": {"baseline": base},
+        "added_mib": {n: peak - np.nan_to_num(base) for n, peak in peaks.items()},
+    }

@@ -2,13 +2,13 @@
 
 import dataclasses
 import fnmatch
+import functools
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,8 +19,7 @@ from fdc_jax.calibration import FDC
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import named_path, write_json
-from fdc_jax.report import analysis, paper, quantities
-from fdc_jax.report.reference import Published
+from fdc_jax.report import analysis, paper, quantities, rows
 from fdc_jax.run.configuration import COMPARED
 from fdc_jax.run.records import Results
 from fdc_jax.run.saved import open_run
@@ -29,26 +28,6 @@ from fdc_jax.run.saved import open_run
 _EXPECTED: dict[str, Any] = (
     paper.NUMBERS["protocol"]["fields"] | paper.NUMBERS["protocol"]["unstated"]
 )
-
-
-class Row(NamedTuple):
-    """A quantity of a group beside the paper's or another number; None if a number is not known."""
-
-    benchmark: str
-    learner: str
-    calibrator: str
-    quantity: str  # kind, see `quantities.split`
-    mean: float = math.nan
-    std: float | None = None  # sample deviation over seeds
-    n: int | None = None  # number of seeds
-    low: float | None = None  # of the 95 % interval
-    high: float | None = None
-    paper_mean: float | None = None
-    paper_std: float | None = None
-    difference: float | None = None
-    difference_low: float | None = None
-    difference_high: float | None = None
-    settings: str = ""  # title of the group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +40,7 @@ class Group:
     # have, departures of learner and FDC alone.
     title: str
     runs: list[Any]  # by ascending seed, as `fdc_jax.open_run` returns them
-    numbers: pd.DataFrame  # a row per seed, a column per quantity of `quantities.measured`, or NaN
+    numbers: pd.DataFrame  # see `rows`
     # Results of `report.analysis` by name, one for every seed with suitable features.
     analyses: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     missing: list[str] = dataclasses.field(default_factory=list)  # reasons for missing analyses
@@ -74,7 +53,7 @@ class Group:
     @property
     def seeds(self) -> list[int]:
         """Training seeds."""
-        return self.numbers.index.tolist()
+        return [run.results.seed for run in self.runs]
 
     @property
     def methods(self) -> list[str]:
@@ -89,81 +68,89 @@ class Group:
         parts = learners.title(self.learner), paper.benchmark_title(self.benchmark), self.title
         return ", ".join(filter(None, parts))
 
-    def values(self, name: str) -> list[float]:
-        """Returns a quantity of every seed that has it."""
-        return self.numbers[name].dropna().tolist() if name in self.numbers else []
+    @functools.cached_property
+    def rows(self) -> pd.DataFrame:
+        """Rows of `rows.compare` beside the paper's, by calibrator and quantity."""
+        compared = rows.compare(self.summary, self.numbers, paper.published()).reset_index()
+        return compared.set_index(["calibrator", "quantity"], drop=False)
+
+    @functools.cached_property
+    def summary(self) -> pd.DataFrame:
+        """Means over seeds with intervals, see `rows.summarise`.
+
+        Accuracies and gains without an interval over seeds have that of `gain`.
+        """
+        table = rows.summarise(self.numbers)
+        for key in table.index[table["low"].isna()]:
+            calibrator, quantity = key[2:4]
+            if quantity == "accuracy" or (quantity == "gain" and calibrator != "raw"):
+                over = "raw" if quantity == "gain" else None
+                if interval := self._gain_over_images(calibrator, over):
+                    table.loc[key, ["low", "high"]] = interval.low, interval.high
+        return table
+
+    def has(self, calibrator: str, quantity: str = "accuracy") -> bool:
+        """Returns True if a seed has the quantity."""
+        return (calibrator, quantity) in self.rows.index
+
+    def row(self, calibrator: str, quantity: str = "accuracy") -> Any:
+        """Returns a row of `rows`."""
+        return self.rows.loc[calibrator, quantity]
+
+    @functools.cached_property
+    def _by_seed(self) -> pd.DataFrame:
+        """The numbers by calibrator and quantity (row) and seed (column)."""
+        return self.numbers.pivot(index=["calibrator", "quantity"], columns="seed", values="value")
+
+    def values(self, calibrator: str, quantity: str = "accuracy") -> pd.Series:
+        """Returns a quantity by seed, of the seeds that have it."""
+        if (calibrator, quantity) not in self._by_seed.index:
+            return pd.Series(dtype=float)
+        return self._by_seed.loc[calibrator, quantity].dropna()
 
     @property
     def best(self) -> str:
         """Name of the most accurate calibrator on trained features, or `raw` if it beats all."""
-        names = [n for n in self.methods if n != "raw" and not n.endswith("-pretrained")]
-        return self._most_accurate([*names, "raw"]) or self.methods[0]
+        return self.leading[0]
+
+    @functools.cached_property
+    def leading(self) -> list[str]:
+        """Names of the most accurate methods on trained features, several if they are equal."""
+        names = [name for name in self.methods if not name.endswith("-pretrained")]
+        accuracies = {name: self.row(name)["mean"] for name in names if self.has(name)}
+        highest = max(accuracies.values(), default=0.0)
+        leading = [name for name in accuracies if accuracies[name] == highest]
+        # Equal to raw logits, a calibrator answers.
+        return sorted(leading, key=lambda name: name == "raw") or self.methods[:1]
 
     @property
     def untrained(self) -> str | None:
         """Name of the most accurate calibrator on frozen features, None if there is none."""
         frozen = {name for name in self.methods if name.endswith("-pretrained")}
-        return self._most_accurate(sorted(frozen.union(analysis.UNTRAINED)))
+        names = filter(self.has, sorted(frozen.union(analysis.UNTRAINED)))
+        return max(names, key=lambda name: self.row(name)["mean"], default=None)
 
-    def _most_accurate(self, names: Iterable[str]) -> str | None:
-        measured = filter(self.values, names)
-        return max(measured, key=lambda name: np.mean(self.values(name)), default=None)
-
-    def gain(self, method: str, over: str | None = "raw") -> evaluation.Gain | None:
-        """Returns the gain of a method over another one; if `over` is None, the method's accuracy.
+    def gain(self, method: str, over: str = "raw") -> evaluation.Gain | None:
+        """Returns the gain of a method over another one.
 
         The interval is Student's t over seeds, paired by seed. If all seeds have the same gain, it
         is over the test images of the first seed, or None if that seed has no predictions.
         """
-        by_seed = self.numbers.assign(none=0.0).reindex(columns=[over or "none", method]).dropna()
-        gains = by_seed.iloc[:, 1] - by_seed.iloc[:, 0]
+        gains = (self.values(method) - self.values(over)).dropna()
         if gains.nunique() > 1:
-            return evaluation.student(gains, 0.0 if over is None else -100.0, 100.0)
+            return evaluation.student(gains, -100.0, 100.0)
+        return self._gain_over_images(method, over)
+
+    def _gain_over_images(self, method: str, over: str | None) -> evaluation.Gain | None:
+        """Returns the gain on the test images of the first seed, or the accuracy without `over`."""
         columns = predictions(self.runs[0])
         if not {f"{name}_label" for name in (method, over or method)} <= columns.keys():
             return None
-        label, predicted = columns["label"], columns[f"{method}_label"]
+        label = columns["label"]
+        predicted = columns[f"{method}_label"]
         if over is None:
             return evaluation.share_of(predicted == label)
         return evaluation.sample_gain(label, columns[f"{over}_label"], predicted)
-
-    def record(self, quantity: str, other: Published | None = None) -> Row:
-        """Returns mean, deviation and interval of a quantity, beside another number.
-
-        Accuracies and gains have the interval of `gain`, other quantities Student's t over seeds,
-        and the difference Welch's. If the other number has values of our seeds, both numbers are
-        means over these seeds, and the difference is paired.
-        """
-        values: Any = self.numbers[quantity].dropna()
-        calibrator, kind = quantities.split(quantity)
-        ours = evaluation.student(values, *quantities.bounds(quantity))
-        if kind in ("accuracy", "gain") and quantity != "gain:raw":
-            interval = self.gain(calibrator, "raw" if kind == "gain" else None) or ours
-            ours = ours._replace(low=interval.low, high=interval.high)
-        gap = other and evaluation.welch(values, other.mean, other.std, other.n)
-        if other and (paired := [seed for seed in values.index if seed in other.by_seed]):
-            values, seeds = values[paired], [other.by_seed[seed] for seed in paired]
-            ours, gap = evaluation.student(values), evaluation.student(values - seeds)
-            other = Published(*evaluation.mean_and_std(seeds), len(seeds))
-        row = Row(
-            benchmark=self.benchmark,
-            learner=self.learner,
-            calibrator=calibrator,
-            quantity=kind,
-            mean=ours.mean,
-            std=ours.std,
-            n=len(values),
-            low=ours.low,
-            high=ours.high,
-            paper_mean=other and other.mean,
-            paper_std=other and other.std,
-            difference=gap and gap.mean,
-            difference_low=gap and gap.low,
-            difference_high=gap and gap.high,
-            settings=self.title,
-        )
-        unknown = {name for name, cell in row._asdict().items() if cell != cell}
-        return row._replace(**dict.fromkeys(unknown))
 
 
 def load(
@@ -238,19 +225,25 @@ def group(runs: Sequence[Any]) -> list[Group]:
     groups = []
     for alike in members.values():
         first = alike[0].results
-        names = first.benchmark, first.learner
-        seeds = pd.Index([run.results.seed for run in alike], name="seed")
-        numbers = pd.DataFrame([_numbers(run) for run in alike], index=seeds)
-        groups.append(Group(*names, ", ".join(deviations(*names, settings(first))), alike, numbers))
+        title = ", ".join(deviations(first.benchmark, first.learner, settings(first)))
+        numbers = pd.concat([_numbers(run) for run in alike], ignore_index=True)
+        groups.append(Group(first.benchmark, first.learner, title, alike, numbers))
     return sorted((_distinguished(group, groups) for group in groups), key=_order)
 
 
-def _numbers(run: Any) -> dict[str, float]:
+def _numbers(run: Any) -> pd.DataFrame:
     untrained = {
         name.removesuffix("_label"): evaluation.accuracy(run.predictions["label"], labels)
         for name, labels in analysis.untrained(run).items()
     }
-    return quantities.measured(run.results, untrained, run.read_latency())
+    numbers = quantities.measured(run.results, untrained, run.read_latency())
+    return _of_run(numbers, run.results)
+
+
+def _of_run(numbers: pd.DataFrame, results: Results) -> pd.DataFrame:
+    """Adds the columns that the numbers of a run have in common, except `settings`."""
+    names = {"benchmark": results.benchmark, "learner": results.learner, "seed": results.seed}
+    return numbers.assign(**names)
 
 
 def _experiment(results: Results) -> str:
@@ -274,17 +267,19 @@ def _distinguished(group: Group, groups: Sequence[Group]) -> Group:
         for field in fields.columns[fields.nunique() > 1].difference(["encoder.weights"])
     ]
     title = ", ".join(filter(None, [group.title, *differing]))
-    return dataclasses.replace(group, title=title)
+    return dataclasses.replace(group, title=title, numbers=group.numbers.assign(settings=title))
 
 
-def analyse(group: Group, sweep: analysis.Sweep | None = None) -> None:
-    """Fills `analyses`, their `numbers` and `missing` of a group.
+def analyse(group: Group, sweep: analysis.Sweep | None = None) -> Group:
+    """Returns a group with `analyses`, their `numbers`, and `missing`.
 
     `sweep` has values of settings of FDC by name, by default the paper's for Cumulative-LoRA.
     """
     if sweep is None:
         sweep = analysis.VALUES if group.learner == "cumulative_lora" else {}
     missing: dict[str, None] = {}
+    analyses: dict[str, list[Any]] = {}
+    added = []
     for run in group.runs:
         try:
             results, numbers = analysis.of_run(run, sweep, run is group.runs[0])
@@ -294,10 +289,10 @@ def analyse(group: Group, sweep: analysis.Sweep | None = None) -> None:
         if "similarity" not in results:
             missing["no similarity: a single task"] = None
         for name, result in results.items():
-            group.analyses.setdefault(name, []).append(result)
-        for name, number in numbers.items():
-            group.numbers.loc[run.results.seed, name] = number
-    group.missing.extend(missing)
+            analyses.setdefault(name, []).append(result)
+        added.append(_of_run(numbers, run.results).assign(settings=group.title))
+    numbers = pd.concat([group.numbers, *added], ignore_index=True)
+    return dataclasses.replace(group, numbers=numbers, analyses=analyses, missing=[*missing])
 
 
 def write_summary(group: Group) -> None:
@@ -310,14 +305,13 @@ def write_summary(group: Group) -> None:
     summary = {name: getattr(group.results, name) for name in fields}
     summary["config"] = group.results.config | {"seed": group.seeds}
     summary |= {"seeds": group.seeds, "settings": group.title}
-    summary["numbers"] = {}
-    for name in group.numbers:
-        row = group.record(name, paper.find(group.benchmark, group.learner, name))._asdict()
-        for label in ("benchmark", "learner", "settings"):
-            del row[label]
-        values = group.numbers[name].dropna()
-        row["by_seed"] = {str(seed): value for seed, value in values.items()}
-        summary["numbers"][name] = row
+    summary["numbers"] = numbers = {}
+    known = group.rows.drop(columns=["benchmark", "learner", "settings", "paper_n"])
+    for (calibrator, quantity), row in known.astype(object).iterrows():
+        of = row.where(row.notna(), None).to_dict()
+        by_seed = group.values(calibrator, quantity)
+        of["by_seed"] = {str(seed): value for seed, value in by_seed.items()}
+        numbers[quantities.name_of(calibrator, quantity)] = of
     write_json(folders.pop() / "results.json", summary)
 
 

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,18 +10,15 @@ import numpy as np
 import pandas as pd
 from tabulate import tabulate
 
-from fdc_jax import evaluation, learners
+from fdc_jax import learners
 from fdc_jax.calibration import FDC
 from fdc_jax.machine.files import csv_text, read_json, write_text
-from fdc_jax.report import analysis, formatting, paper, quantities, reference
+from fdc_jax.report import analysis, formatting, paper, quantities, rows
 from fdc_jax.report.formatting import number
-from fdc_jax.report.reference import Line, Published
-from fdc_jax.report.runs import Group, Row
+from fdc_jax.report.runs import Group
 
 # Cells of a row of a table by heading.
 Cells = dict[str, Any]
-# Returns the number beside ours by benchmark, learner and quantity.
-Find = Callable[[str, str, str], Published | None]
 
 
 class Table(NamedTuple):
@@ -33,7 +29,7 @@ class Table(NamedTuple):
     frame: pd.DataFrame  # labels of rows in the index; cells as text, NaN for a gap
     note: str = ""  # units and comparisons
     scope: str = ""  # departures from the paper's protocol, above the table
-    numbers: pd.DataFrame | None = None  # rows of `Group.record`
+    numbers: pd.DataFrame | None = None  # rows of `Group.rows`
     best: frozenset[tuple[int, int]] = frozenset()  # row and column of cells in bold
 
     def rows(self) -> Iterable[tuple[list[str], list[tuple[str, bool]]]]:
@@ -110,38 +106,31 @@ _BESIDE = (
 
 def build(groups: Sequence[Group]) -> list[Table]:
     """Builds the tables of groups that have a number of ours."""
-    compared = (beside(groups, name) for name in _BESIDE)
+    ours = _ours(groups, paper.published())
+    compared = (beside(groups, name, ours) for name in _BESIDE)
     built = [*compared, of_selection(groups), of_calibrators(groups)]
     return [table for table in built if len(table.frame)]
 
 
-def _table(
-    name: str,
-    rows: Mapping[tuple[str, ...], Cells],
-    scope: str = "",
-    numbers: Sequence[Row | Cells] = (),
-    columns: Sequence[str] | None = None,
-) -> Table:
-    """Returns a table of `tables.json` without empty rows and columns.
-
-    Its columns are `columns`, or else those of `tables.json`, or else those of the rows.
-    """
-    text, records = _TEXTS[name], pd.DataFrame(numbers)
-    index = pd.MultiIndex.from_tuples(rows, names=text["labels"]) if rows else None
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    columns = [*(columns or text.get("columns") or names)]
-    frame = pd.DataFrame([*rows.values()], index, columns, dtype=object)
-    frame = frame.dropna(how="all").dropna(how="all", axis=1)
+def _table(name: str, frame: pd.DataFrame, scope: str = "", numbers: Any = None) -> Table:
+    """Returns a table of `tables.json` without rows and columns that are all empty."""
+    text = _TEXTS[name]
+    if numbers is not None:
+        frame = frame.dropna(how="all")
+    frame = frame.dropna(how="all", axis=1)
     if "numbers" in frame.index.names and {*frame.index.get_level_values("numbers")} == {"ours"}:
         frame = frame.droplevel("numbers")  # Nothing is compared.
-    return Table(name, text["title"], frame, _note(name, frame, records), scope, records)
-
-
-def _note(name: str, frame: pd.DataFrame, numbers: pd.DataFrame) -> str:
-    """Returns the sentences of a note whose row, column or calibrator occurs in the table."""
-    calibrators = numbers["calibrator"] if len(numbers) else ()
+    calibrators = () if numbers is None or numbers.empty else numbers["calibrator"]
     occurring = {"", *frame.columns, *frame.index.get_level_values(-1), *calibrators}
-    return " ".join(text for key, text in _TEXTS[name]["note"].items() if key in occurring)
+    note = " ".join(sentence for key, sentence in text["note"].items() if key in occurring)
+    return Table(name, text["title"], frame, note, scope, numbers)
+
+
+def _pivot(cells: pd.DataFrame, labels: Sequence[str], column: str, value: str) -> pd.DataFrame:
+    """Returns values by labels (row) and column, rows in the order of `cells`."""
+    order = pd.MultiIndex.from_frame(cells[[*labels]].drop_duplicates())
+    cells = cells.drop_duplicates([*labels, column], keep="last")
+    return cells.pivot(index=[*labels], columns=column, values=value).reindex(order)
 
 
 def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
@@ -156,7 +145,23 @@ def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
     return names, f"Ours depart from the paper's protocol: {scope}." if departing else ""
 
 
+# Columns of the files of numbers.
+_WRITTEN = ["benchmark", "learner", "calibrator", "quantity", "mean", "std", "n", "low", "high"]
+_WRITTEN += ["paper_mean", "paper_std", "difference", "difference_low", "difference_high"]
+_WRITTEN += ["settings"]
+
+
 # Calibrators and tasks ---------------------------------------------------------------------------
+
+# Columns of the table of calibrators by quantity.
+_COLUMNS = {
+    "accuracy": "accuracy",
+    "gain": "gain",
+    "routing": "right task",
+    "given": "task given",
+    "aia": "average over tasks",
+    "storage": "storage, MiB",
+}
 
 
 def _shown(group: Group) -> list[str]:
@@ -164,48 +169,57 @@ def _shown(group: Group) -> list[str]:
     names = [*dict.fromkeys([*group.methods, *analysis.UNTRAINED, "oracle"])]
     if learners.selected(group.learner) not in ("full", "") and FDC.name in names:
         names.insert(names.index(FDC.name) + 1, "selected")
-    return [*filter(group.values, names)]
+    return [*filter(group.has, names)]
 
 
 def of_calibrators(groups: Sequence[Group]) -> Table:
-    """Builds the table of calibrators side by side; intervals are those of `Group.gain`."""
+    """Builds the table of calibrators side by side; intervals are those of `Group.summary`."""
     names, scope = _settings(groups)
-    rows, numbers = {}, []
+    listed = []
     for group in groups:
-        titles = learners.title(group.learner), paper.benchmark_title(group.benchmark)
-        for name in _shown(group):
-            kinds = [kind for kind in _KINDS if group.values(f"{kind}{name}")]
-            unknown = Row(group.benchmark, group.learner, name, "")
-            records = dict.fromkeys(_KINDS, unknown)
-            records |= {kind: _record(group, f"{kind}{name}") for kind in kinds}
-            numbers += [records[kind] for kind in kinds]
-            accuracy, right, given, average = (records[kind] for kind in _SHOWN)
-            gain = unknown if name in ("raw", "oracle") else records["gain:"]
-            missing = 0.0 if name == "raw" else math.nan
-            storage = np.array(group.values(f"storage:{name}") or missing) / 2**20
-            rows[*titles, names[group.title], formatting.method_title(name)] = {
-                "accuracy": formatting.mean(accuracy.mean, accuracy.std),
-                "95 % interval": formatting.interval(accuracy.low, accuracy.high, signed=False),
-                "paper": formatting.mean(accuracy.paper_mean, accuracy.paper_std),
-                "gain": formatting.mean(gain.mean, gain.std, signed=True),
-                "interval of the gain": formatting.interval(gain.low, gain.high),
-                "right task": formatting.mean(right.mean, right.std),
-                "task given": formatting.mean(given.mean, given.std),
-                "average over tasks": formatting.mean(average.mean, average.std),
-                "storage, MiB": formatting.mean(*evaluation.mean_and_std(storage)),
-            }
-    made = _table("calibrators", rows, scope, numbers)
-    frame = made.frame.droplevel(made.frame.index.names[:-1]) if len(groups) == 1 else made.frame
-    return made._replace(frame=frame)
+        order = pd.MultiIndex.from_product([_shown(group), [*_COLUMNS]])
+        listed.append(group.rows.loc[order.intersection(group.rows.index, sort=False)])
+    numbers = pd.concat(listed, ignore_index=True)
+    cells = _labelled(numbers, names)
+    cells["calibrator"] = cells["calibrator"].map(formatting.method_title)
+    stored = cells["quantity"] == "storage"
+    cells.loc[stored, ["mean", "std"]] /= 2**20
+    compared = ~(numbers["calibrator"].isin(["raw", "oracle"]) & (numbers["quantity"] == "gain"))
+    cells = cells[compared].assign(column=lambda of: of["quantity"].map(_COLUMNS))
+    cells["text"] = [_mean(row) for row in cells.itertuples()]
+    cells["interval"] = [
+        formatting.interval(row.low, row.high, signed=row.quantity == "gain")
+        for row in cells.itertuples()
+    ]
+    cells["paper"] = [_mean(row, "paper_") for row in cells.itertuples()]
+    labels = ["learner", "benchmark", "numbers", "calibrator"]
+    frame = _pivot(cells, labels, "column", "text")
+    intervals = _pivot(cells, labels, "column", "interval").reindex(columns=["accuracy", "gain"])
+    frame[["95 % interval", "interval of the gain"]] = intervals
+    frame["paper"] = _pivot(cells, labels, "column", "paper")["accuracy"]
+    frame = frame.reindex(columns=_TEXTS["calibrators"]["columns"])
+    raw = frame.index.get_level_values("calibrator") == formatting.method_title("raw")
+    frame.loc[raw, "storage, MiB"] = frame.loc[raw, "storage, MiB"].fillna(number(0.0))
+    made = _table("calibrators", frame, scope, numbers[_WRITTEN])
+    if len(groups) == 1:
+        made = made._replace(frame=made.frame.droplevel(made.frame.index.names[:-1]))
+    return made
 
 
-_KINDS = ("", "gain:", "routing:", "given:", "aia:", "storage:")
-_SHOWN = ("", "routing:", "given:", "aia:")
+def _labelled(rows: pd.DataFrame, names: Mapping[str, str]) -> pd.DataFrame:
+    """Replaces learner and benchmark by titles, and adds the label `numbers` of ours."""
+    return rows.assign(
+        learner=rows["learner"].map(learners.title),
+        benchmark=rows["benchmark"].map(paper.benchmark_title),
+        numbers=rows["settings"].map(names),
+    )
 
 
-def _record(group: Group, quantity: str, find: Find = paper.find) -> Row:
-    """Returns a quantity of a group beside another number."""
-    return group.record(quantity, find(group.benchmark, group.learner, quantity))
+def _mean(row: Any, side: str = "") -> Any:
+    """Formats the mean and the deviation of ours, or of the side `paper_`."""
+    signed = quantities.find(row.quantity).signed
+    mean, std = (getattr(row, f"{side}{name}") for name in ("mean", "std"))
+    return formatting.mean(mean, std, signed=signed)
 
 
 def of_tasks(group: Group) -> Table:
@@ -213,8 +227,7 @@ def of_tasks(group: Group) -> Table:
     names = (*group.methods, "oracle")
     columns = {formatting.method_title(name): _by_task(group, name) for name in names}
     shown = pd.DataFrame(columns).rename_axis("task").dropna(how="all", axis=1)
-    shown = shown.map(lambda value: number(value, 1))
-    return Table("tasks", _TEXTS["tasks"]["title"], shown, _note("tasks", shown, pd.DataFrame()))
+    return _table("tasks", shown.map(lambda value: number(value, 1)))
 
 
 def _by_task(group: Group, method: str) -> pd.Series:
@@ -238,18 +251,33 @@ def _by_task(group: Group, method: str) -> pd.Series:
 # Ours beside the paper's -------------------------------------------------------------------------
 
 
+def _ours(groups: Sequence[Group], published: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of groups and of averages over the paper's benchmarks, compared."""
+    summary = pd.concat([group.summary for group in groups])
+    numbers = pd.concat([group.numbers for group in groups])
+    ours = rows.compare(summary, numbers, published)
+    five = ours[ours.index.isin(paper.benchmarks(), level="benchmark")]
+    by_learner = five.groupby(level=rows.KEY[1:], sort=False)["mean"]
+    complete = by_learner.size() == len(paper.benchmarks())
+    averages = by_learner.mean()[complete].to_frame().reindex(columns=summary.columns)
+    averages = pd.concat({paper.AVERAGE: averages}, names=["benchmark"])
+    averages = rows.compare(averages, numbers[:0], published)
+    return pd.concat([ours, averages]).reset_index()
+
+
 def _lines(table: str, groups: Sequence[Group]) -> dict[str, str]:
-    """Returns the quantities of a table for the groups of a learner, by their labels."""
-    chosen, titles = learners.selected(groups[0].learner), paper.COMPONENT_TITLES
+    """Returns the names of quantities of a table for the groups of a learner, by their labels."""
+    chosen = learners.selected(groups[0].learner)
+    titles = paper.COMPONENT_TITLES
     if table == "ablation":
         return {titles[key]: key if key == "raw" else f"gain:{key}" for key in titles}
     if table == "plugin":
         return {titles[key]: f"gain:{key}" for key in (chosen, "full") if chosen}
     if table == "sweeps":
-        names = {name for group in groups for name in group.numbers if "=" in name}
-        pairs = [name.split("=") for name in names]
-        order = sorted((quantities.SWEPT.index(s), float(v), s) for s, v in pairs)
         label = _TEXTS[table]["settings"]
+        names = pd.concat([group.rows["quantity"] for group in groups]).unique()
+        pairs = [name.split("=") for name in names if "=" in name]
+        order = sorted((quantities.SWEPT.index(s), float(v), s) for s, v in pairs)
         return {f"{label[s]} = {v:g}": f"{s}={v:g}" for _, v, s in order}
     lines = _TEXTS[table]["lines"].items()
     return {label: name if chosen else name.replace("selected", FDC.name) for label, name in lines}
@@ -258,105 +286,79 @@ def _lines(table: str, groups: Sequence[Group]) -> dict[str, str]:
 def beside(
     groups: Sequence[Group],
     table: str,
-    lines: Callable[[Sequence[Group]], Mapping[str, str]] | None = None,
-    find: Find = paper.find,
+    ours: pd.DataFrame,
+    lines: Callable[[str, Sequence[Group]], Mapping[str, str]] = _lines,
 ) -> Table:
     """Builds a table with a column per benchmark, and rows of ours, the paper's, and differences.
 
     Args:
         groups: of `runs.load`.
         table: its name in `tables.json`.
-        lines: returns quantities by their labels for the groups of a learner, by default `_lines`.
-        find: returns the number beside ours, by default the paper's.
+        ours: rows of the groups and of averages, see `_ours`.
+        lines: returns names of quantities by their labels for the groups of a learner.
     """
-    other = "paper" if find is paper.find else table
     names, scope = _settings(groups)
-    rows: dict[tuple[str, ...], Cells] = {}
-    means: dict[tuple[str, ...], Cells] = {}  # ours
-    numbers = []
+    wanted = []
     for learner in dict.fromkeys(group.learner for group in groups):
-        of_learner = [group for group in groups if group.learner == learner]
-        for label, quantity in (lines or partial(_lines, table))(of_learner).items():
-            labels = learners.title(learner), label
-            for record in _records(of_learner, quantity, find):
-                numbers.append(record)
-                column, ours = paper.benchmark_title(record.benchmark), names[record.settings]
-                means.setdefault((*labels, ours), {})[column] = record.mean
-                for kind, cell in _cells(record, ours, other).items():
-                    rows.setdefault((*labels, kind), {})[column] = cell
+        listed = lines(table, [group for group in groups if group.learner == learner])
+        wanted += [(learner, label, *quantities.parse(name)) for label, name in listed.items()]
+    columns = ["learner", "label", "calibrator", "quantity"]
+    numbers = pd.DataFrame(wanted, columns=columns).merge(ours, on=["learner", *columns[2:]])
+    cells = _labelled(numbers, names)
+    texts = pd.DataFrame([_texts(row) for row in cells.itertuples()], columns=_KINDS)
+    kinds = {
+        "ours": cells["numbers"],
+        "paper": "reference" if table == "reference" else "paper",
+        "difference": cells["numbers"].str.replace("ours", "difference"),
+    }
+    parts = [cells.assign(numbers=label, text=texts[kind]) for kind, label in kinds.items()]
+    parts[1:] = [part.assign(mean=math.nan) for part in parts[1:]]
+    cells = pd.concat(parts).dropna(subset="text").sort_index(kind="stable")
     # The user's own benchmarks come first, then the paper's.
-    known, present = paper.benchmarks(), [*dict.fromkeys(group.benchmark for group in groups)]
+    known = paper.benchmarks()
+    present = dict.fromkeys(group.benchmark for group in groups)
     ordered = sorted(present, key=lambda name: known.index(name) if name in known else -1)
-    columns = [*map(paper.benchmark_title, (*ordered, paper.AVERAGE))]
-    made = _table(table, rows, scope, numbers, columns)
-    return made._replace(best=_best(made.frame, means)) if "best" in _TEXTS[table] else made
+    columns = [*dict.fromkeys(map(paper.benchmark_title, (*ordered, paper.AVERAGE)))]
+    labels = ["learner", "label", "numbers"]
+    frame = _pivot(cells, labels, "benchmark", "text").reindex(columns=columns)
+    frame.index.names = _TEXTS[table]["labels"]
+    made = _table(table, frame.rename_axis(columns=None), scope, numbers[_WRITTEN])
+    if "best" not in _TEXTS[table]:
+        return made
+    # Bold: our largest mean in every column, at the precision of the cells.
+    means = _pivot(cells, labels, "benchmark", "mean").reindex(columns=made.frame.columns).round(2)
+    bold = np.argwhere(means.eq(means.max()).to_numpy())
+    return made._replace(best=frozenset(map(tuple, bold.tolist())))
 
 
-def _records(groups: Sequence[Group], quantity: str, find: Find) -> Iterable[Row]:
-    """Yields a learner's records of a quantity, and of its mean over the paper's benchmarks."""
-    records = [_record(group, quantity, find) for group in groups if group.values(quantity)]
-    yield from records
-    for settings in dict.fromkeys(record.settings for record in records):
-        means = {row.benchmark: row.mean for row in records if row.settings == settings}
-        if means.keys() >= {*paper.benchmarks()}:
-            learner, calibrator, kind = records[0][1:4]
-            mean = float(np.mean([means[name] for name in paper.benchmarks()]))
-            published = find(paper.AVERAGE, learner, quantity)
-            average = Row(paper.AVERAGE, learner, calibrator, kind, mean, settings=settings)
-            if published:
-                gap = mean - published.mean
-                average = average._replace(paper_mean=published.mean, difference=gap)
-            yield average
+_KINDS = ["ours", "paper", "difference"]
 
 
-def _cells(record: Row, ours: str, other: str) -> dict[str, str]:
-    """Returns the texts of a record by the label of the row."""
-    signed = record.quantity.startswith(("gain", "added", "correlation", "contribution"))
-    text = formatting.mean(record.mean, record.std, signed=signed)
-    if record.n not in (None, paper.NUMBERS["num_seeds"]):
-        text += f" ({record.n})"
-    cells = {ours: text}
-    if record.paper_mean is not None:
-        gap = number(record.difference, signed=True)
-        ends = formatting.interval(record.difference_low, record.difference_high, 1)
-        if isinstance(ends, str):
-            gap += f" ({ends})"
-        cells[other] = formatting.mean(record.paper_mean, record.paper_std, signed=signed)
-        cells[ours.replace("ours", "difference")] = gap
-    return cells
-
-
-def _best(
-    frame: pd.DataFrame, means: Mapping[tuple[str, ...], Cells]
-) -> frozenset[tuple[int, int]]:
-    """Returns (row, column) of our largest mean in every column, at the precision of the cells."""
-    if frame.empty:
-        return frozenset()
-    ours = pd.DataFrame([*means.values()], pd.MultiIndex.from_tuples(means))
-    if frame.index.nlevels < ours.index.nlevels:
-        ours = ours.droplevel(-1)
-    shown = ours.reindex(frame.index)[frame.columns].round(2)
-    cells = np.argwhere(shown.eq(shown.max()).to_numpy())
-    return frozenset((int(row), int(column)) for row, column in cells)
+def _texts(row: Any) -> list[Any]:
+    """Returns the texts of ours, of the paper's number and of the difference; NaN if unknown."""
+    ours = _mean(row)
+    if row.n not in (paper.NUMBERS["num_seeds"],) and not math.isnan(row.n):
+        ours += f" ({row.n:g})"
+    gap = number(row.difference, signed=True)
+    ends = formatting.interval(row.difference_low, row.difference_high, 1)
+    return [ours, _mean(row, "paper_"), f"{gap} ({ends})" if isinstance(ends, str) else gap]
 
 
 # Beside a reference ------------------------------------------------------------------------------
 
 
-def of_reference(path: str | Path, lines: Sequence[Line], groups: Sequence[Group]) -> Table:
+def of_reference(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Table:
     """Builds the table of the lines of a file that are about one of the groups."""
-    means = reference.published(lines)
 
-    def find(benchmark: str, learner: str, quantity: str) -> Published | None:
-        key = benchmark, learner, quantity
-        return means[key] if key in means else None
+    def names(_: str, groups: Sequence[Group]) -> dict[str, str]:
+        of = lines[lines["learner"] == groups[0].learner]
+        listed = map(quantities.name_of, of["calibrator"], of["quantity"])
+        return {name: name for name in listed}
 
-    def quantities_of(groups: Sequence[Group]) -> dict[str, str]:
-        return {line.quantity: line.quantity for line in lines if line.learner == groups[0].learner}
-
-    built = beside(groups, "reference", quantities_of, find)
+    ours = _ours(groups, lines)
+    built = beside(groups, "reference", ours, names)
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem.lower())
-    sources = "; ".join(dict.fromkeys(line.source for line in lines if line.source))
+    sources = "; ".join(filter(None, lines["source"].unique()))
     source = f" ({sources})" if sources else ""
     note = f"{built.note} Reference: {Path(path).name}{source}."
     numbers: Any = built.numbers
@@ -370,18 +372,16 @@ def of_reference(path: str | Path, lines: Sequence[Line], groups: Sequence[Group
 _PARTS = {"tsf": "TSF", "pac+rlc_pretrained_view": "E_0", "pac+rlc_adapted_view": "E_T"}
 
 
-def _gains(groups: Sequence[Group], key: str) -> list[float]:
-    """Returns the mean gain of a combination of components for every group."""
-    return [float(np.mean(group.values(f"gain:{key}"))) for group in groups]
-
-
-def selected(groups: Sequence[Group]) -> str:
-    """Returns the key of the components that the groups of a learner select.
+def selected(least: Mapping[str, float]) -> str:
+    """Returns the key of the components that the runs of a learner select.
 
     The paper's rule ("Plug-and-Play Calibration"): a component is enabled if its stand-alone gain,
     averaged over seeds, is positive on every benchmark.
+
+    Args:
+        least: the least of these gains by the key of the component.
     """
-    tsf, pretrained, adapted = (min(_gains(groups, key)) > 0 for key in _PARTS)
+    tsf, pretrained, adapted = (least[key] > 0 for key in _PARTS)
     if adapted and pretrained:
         return "full" if tsf else "pac+rlc"
     if not (adapted or pretrained):
@@ -390,49 +390,61 @@ def selected(groups: Sequence[Group]) -> str:
     return view if tsf else f"pac+rlc_{view}"
 
 
+def gains(groups: Sequence[Group]) -> pd.DataFrame:
+    """Returns mean gains by learner, settings and benchmark (row) and combination (column)."""
+    ours = pd.concat([group.rows for group in groups], ignore_index=True)
+    ours = ours[ours["quantity"] == "gain"]
+    labels = ["learner", "settings", "benchmark"]
+    keys = [*paper.COMPONENT_TITLES, "selected"]
+    table = _pivot(ours, labels, "calibrator", "mean").reindex(columns=keys)
+    return table.dropna(subset=["selected", "full", *_PARTS])
+
+
 def of_selection(groups: Sequence[Group]) -> Table:
     """Builds the table of selected components and of pairs of learner and benchmark with a gain."""
     names, scope = _settings(groups)
-    members: dict[tuple[str, str], list[Group]] = {}
-    for group in groups:
-        if all(group.values(f"gain:{key}") for key in ("selected", "full", *_PARTS)):
-            members.setdefault((group.learner, names[group.title]), []).append(group)
-    rows, gains = {}, []
-    for (learner, title), own in members.items():
-        keys = {
-            "the paper's choice": "selected",
-            "own choice": selected(own),
-            "all components": "full",
-        }
+    cells: dict[tuple[str, str], Cells] = {}
+    pairs = []
+    for (learner, title), own in gains(groups).groupby(["learner", "settings"], sort=False):
+        least = own.min()
+        chosen = selected(least)
+        keys = {"the paper's choice": "selected", "own choice": chosen, "all components": "full"}
         for choice, key in keys.items():
-            gains += [(learner, title, choice, gain) for gain in _gains(own, key)]
-        least = {part: number(min(_gains(own, key)), signed=True) for key, part in _PARTS.items()}
-        rows[learner, title] = least | {
-            "own choice": paper.COMPONENT_TITLES[keys["own choice"]],
-            "the paper's choice": paper.COMPONENT_TITLES[learners.selected(learner)],
-        }
-    gains += [("plugged", *gain[1:]) for gain in gains if gain[0] in paper.plugged()]
-    if any(group.benchmark in paper.benchmarks() for group in groups):
-        gains += [
-            ("plugged", "paper", choice, published.mean)
-            for choice, key in (("the paper's choice", "selected"), ("all components", "full"))
-            for learner in paper.plugged()
-            for name in paper.benchmarks()
-            if (published := paper.find(name, learner, f"gain:{key}"))
-        ]
-    numbers: list[Cells] = []
-    table: Any = pd.DataFrame(gains, columns=["learner", "settings", "choice", "gain"])
-    for key, pairs in table.groupby(["learner", "settings", "choice"], sort=False)["gain"]:
-        learner, title, choice = key
-        positive, mean = int((pairs > 0).sum()), float(pairs.mean())
-        text = f"{positive} of {len(pairs)}, {number(mean, signed=True)}"
-        rows.setdefault((learner, title), {})[f"gains, {choice}"] = text
-        for name, value in (("pairs with a gain", positive), ("gain", mean)):
-            labels = {"learner": learner, "calibrator": choice, "quantity": name}
-            numbers.append(labels | {"mean": value, "n": len(pairs), "settings": title})
+            labels = {"learner": learner, "settings": names[title], "choice": choice}
+            pairs.append(own[key].to_frame("mean").assign(**labels))
+        row = {part: number(least[key], signed=True) for key, part in _PARTS.items()}
+        row["own choice"] = paper.COMPONENT_TITLES[chosen]
+        row["the paper's choice"] = paper.COMPONENT_TITLES[learners.selected(learner)]
+        cells[learner, names[title]] = row
+    of_paper = _gains_of_paper()
+    if not any(group.benchmark in paper.benchmarks() for group in groups):
+        of_paper = of_paper[:0]
+    table = pd.concat([*pairs, of_paper], ignore_index=True)
+    plugged = table[table["learner"].isin(paper.plugged())].assign(learner="plugged")
+    table = pd.concat([table[table["settings"] != "paper"], plugged])
+    labels = ["learner", "settings", "choice"]
+    counts = table.groupby(labels, sort=False)["mean"].agg(
+        positive=lambda values: (values > 0).sum(), n="size", mean="mean"
+    )
+    numbers = []
+    for (learner, title, choice), count in counts.iterrows():
+        text = f"{count['positive']:g} of {count['n']:g}, {number(count['mean'], signed=True)}"
+        cells.setdefault((learner, title), {})[f"gains, {choice}"] = text
+        for name, value in (("pairs with a gain", count["positive"]), ("gain", count["mean"])):
+            of = {"learner": learner, "calibrator": choice, "quantity": name}
+            numbers.append(of | {"mean": value, "n": int(count["n"]), "settings": title})
     titles = {"plugged": "learners of Table plugin"}
-    titled = {
-        (titles.get(learner) or learners.title(learner), title): row
-        for (learner, title), row in rows.items()
-    }
-    return _table("selection", titled, scope, numbers)
+    rows = [(titles.get(learner) or learners.title(learner), title) for learner, title in cells]
+    index = pd.MultiIndex.from_tuples(rows, names=_TEXTS["selection"]["labels"]) if rows else None
+    frame = pd.DataFrame([*cells.values()], index, dtype=object)
+    return _table("selection", frame, scope, pd.DataFrame(numbers))
+
+
+def _gains_of_paper() -> pd.DataFrame:
+    """Returns the paper's gains of the learners that FDC is plugged into."""
+    known = paper.published()
+    known = known[known["learner"].isin(paper.plugged()) & (known["quantity"] == "gain")]
+    choices = {"selected": "the paper's choice", "full": "all components"}
+    known = known.assign(choice=known["calibrator"].map(choices), settings="paper")
+    known = known[known["choice"].notna() & (known["benchmark"] != paper.AVERAGE)]
+    return known.rename(columns={"value": "mean"}).sort_values("choice", ascending=False)

@@ -1,6 +1,8 @@
 """Runs and analyses in the shapes that runs and analyses have, with numbers drawn at random."""
 
+import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pandas as pd
 from scipy import stats
 
 from fdc_jax.machine.conversion import convert
-from fdc_jax.report import paper, runs
+from fdc_jax.report import paper, quantities, runs
 from fdc_jax.report.runs import Group
 from fdc_jax.run import records
 from fdc_jax.run.configuration import PLANNED
@@ -169,14 +171,27 @@ def groups(*members: MadeUpRun) -> list[Group]:
 
 def analysed(*members: MadeUpRun) -> list[Group]:
     """The same with every analysis."""
-    found = groups(*members)
-    for each in found:
-        of_runs = [_analyses(run) for run in each.runs]
-        each.analyses.update({name: [of[name] for of in of_runs] for name in of_runs[0]})
-        rng = np.random.default_rng(len(each.runs))
-        for name in SWEPT:
-            each.numbers[name] = 70 + rng.normal(size=len(each.runs))
-    return found
+    analysed = []
+    for group in groups(*members):
+        rng = np.random.default_rng(len(group.runs))
+        swept = {name: 70 + rng.normal(size=len(group.runs)) for name in SWEPT}
+        of_runs = [_analyses(run) for run in group.runs]
+        analyses = {name: [of[name] for of in of_runs] for name in of_runs[0]}
+        analysed.append(dataclasses.replace(with_numbers(group, swept), analyses=analyses))
+    return analysed
+
+
+def with_numbers(group: Group, values: Mapping[str, Sequence[float]]) -> Group:
+    """A group with other values of quantities, one per seed."""
+    numbers = group.numbers
+    for name, by_seed in values.items():
+        calibrator, quantity = quantities.parse(name)
+        of = numbers["calibrator"].eq(calibrator) & numbers["quantity"].eq(quantity)
+        labels = {"benchmark": group.benchmark, "learner": group.learner, "settings": group.title}
+        labels |= {"calibrator": calibrator, "quantity": quantity}
+        rows = pd.DataFrame({"seed": group.seeds, "value": by_seed}).assign(**labels)
+        numbers = pd.concat([numbers[~of], rows], ignore_index=True)
+    return dataclasses.replace(group, numbers=numbers)
 
 
 def _analyses(of: MadeUpRun) -> dict[str, Any]:

@@ -71,8 +71,12 @@ def analysed(folder, features, sweep=None, seeds=(1, 2), neighbours=2):
         if features is not None:
             write_features(folder / f"seed_{seed}" / "features", features)
     (group,) = runs.load([folder])[0]
-    runs.analyse(group, sweep)
-    return group
+    return runs.analyse(group, sweep)
+
+
+def swept_of(group):
+    """The names of accuracies at values of settings."""
+    return {name for name in group.numbers["quantity"] if "=" in name}
 
 
 def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
@@ -87,18 +91,17 @@ def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
     }
     values = [f"{name}={value:g}" for name, of in analysis.VALUES.items() for value in of]
     values += [f"{name}={count}" for name in ("neighbours", "nearest") for count in (1, 2)]
-    assert {name for name in group.numbers if "=" in name} == {*values}
+    assert swept_of(group) == {*values}
     rank = stats.spearmanr(*group.analyses["similarity"][0][["adapted_affinity", "error"]].T.values)
-    assert group.values("correlation:adapted_affinity")[0] == pytest.approx(rank.statistic)
+    assert group.values("adapted_affinity", "correlation")[1] == pytest.approx(rank.statistic)
     own = group.analyses["residual_contributions"][1]["own"]
-    assert group.values("contribution:own")[1] == pytest.approx(own.mean())
+    assert group.values("own", "contribution")[2] == pytest.approx(own.mean())
     # Another learner is swept if asked to be.
     (other,) = runs.load([tmp_path])[0]
     other = dataclasses.replace(other, learner="loda")
-    runs.analyse(other)
-    assert not [name for name in other.numbers if "=" in name]
-    runs.analyse(other, {"attenuation": [0.1]})
-    assert len(other.values("attenuation=0.1")) == 2
+    assert not swept_of(runs.analyse(other))
+    other = runs.analyse(other, {"attenuation": [0.1]})
+    assert len(other.values("fdc", "attenuation=0.1")) == 2
 
 
 def test_neighbours_are_no_more_than_the_classes_with_images(tmp_path):
@@ -108,16 +111,16 @@ def test_neighbours_are_no_more_than_the_classes_with_images(tmp_path):
     views = {name: getattr(last, name)[kept] for name in ("adapted", "pretrained", "labels")}
     features = features._replace(tasks=(*others, last._replace(**views)))
     group = analysed(tmp_path, features, {"neighbours": ()}, (1,), neighbours=1)
-    assert {name for name in group.numbers if "=" in name} == {"neighbours=1", "nearest=1"}
+    assert swept_of(group) == {"neighbours=1", "nearest=1"}
 
 
 def test_features_and_code_that_stay_are_not_fitted_again(tmp_path, monkeypatch):
     sweep = {"attenuation": [0.25]}
     analysed(tmp_path, feature_set(), sweep, seeds=(1,))
     (group,) = runs.load([tmp_path])[0]
-    monkeypatch.setattr(analysis, "FDC", None)
-    runs.analyse(group, sweep)
-    assert group.missing == [] and group.values("attenuation=0.25")
+    monkeypatch.setattr(analysis, "_fitted", None)
+    group = runs.analyse(group, sweep)
+    assert group.missing == [] and group.has("fdc", "attenuation=0.25")
     write_features(tmp_path / "seed_1" / "features", feature_set())
     with pytest.raises(TypeError):
         runs.analyse(group, sweep)

@@ -1,5 +1,6 @@
 """The command: what it writes, what it says, and what it refuses."""
 
+import dataclasses
 import os
 import shutil
 
@@ -28,7 +29,7 @@ def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkey
 
     def analyse(group, sweep):
         assert sweep == {"neighbours": ()}
-        group.missing.append("no similarity: why")
+        return dataclasses.replace(group, missing=["no similarity: why"])
 
     monkeypatch.setattr(runs, "analyse", analyse)
     given = [str(each) for each in sorted(folder.iterdir())]

@@ -106,9 +106,10 @@ def test_nearest_class_means_of_the_pretrained_features(tmp_path):
     unit = means / np.linalg.norm(means, axis=1, keepdims=True)
     nearest = (of.test_pretrained @ unit.T).argmax(axis=1)
     accuracy = 100 * np.mean(nearest == of.test_labels)
-    assert group.values("ncm-pretrained") == [pytest.approx(accuracy)]
-    assert group.values("gain:ncm-pretrained") == [pytest.approx(accuracy - group.values("raw")[0])]
-    assert group.values("ranpac-pretrained") and "ncm-pretrained" not in group.methods
+    assert group.row("ncm-pretrained")["mean"] == pytest.approx(accuracy)
+    gain = accuracy - group.row("raw")["mean"]
+    assert group.row("ncm-pretrained", "gain")["mean"] == pytest.approx(gain)
+    assert group.has("ranpac-pretrained") and "ncm-pretrained" not in group.methods
 
 
 @pytest.mark.parametrize(
@@ -124,10 +125,10 @@ def test_the_verdict_is_the_paired_interval_against_the_best_of_no_training(
     tmp_path, capsys, wrong, said
 ):
     group = group_of(tmp_path, wrong)
-    accuracies = {name: group.values(name)[0] for name in analysis.UNTRAINED}
+    accuracies = {name: group.row(name)["mean"] for name in analysis.UNTRAINED}
     assert group.best == "fdc" and accuracies[group.untrained] == max(accuracies.values())
     gain = group.gain("fdc", group.untrained)
-    assert gain.mean == pytest.approx(group.values("fdc")[0] - accuracies[group.untrained])
+    assert gain.mean == pytest.approx(group.row("fdc")["mean"] - accuracies[group.untrained])
     assert console.verdict(group).startswith(said)
     console.show(group)
     assert console.verdict(group) in capsys.readouterr().out
@@ -143,5 +144,5 @@ def test_no_verdict_without_predictions_of_both_methods():
 def test_features_of_other_images_or_none_say_nothing(tmp_path):
     other = group_of(tmp_path / "a", labels=feature_set().test_labels[::-1])
     for group in (other, group_of(tmp_path / "b", features=False)):
-        assert not group.values("ncm-pretrained") and console.verdict(group) == ""
+        assert not group.has("ncm-pretrained") and console.verdict(group) == ""
         assert group.untrained is None

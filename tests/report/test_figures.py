@@ -122,7 +122,8 @@ def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
     for axes, (name, own) in zip(drawn["sweeps"].figure.axes, defaults.items(), strict=True):
         for index, column in enumerate((name, *["nearest"] * (name == "neighbours"))):
             names = [each for each in made_up.SWEPT if each.startswith(f"{column}=")]
-            check_band(axes, column, over_seeds(group.numbers[names].to_numpy()), index)
+            accuracies = np.array([group.values("fdc", each) for each in names]).T
+            check_band(axes, column, over_seeds(accuracies), index)
             values = [float(each.partition("=")[2]) for each in names]
             assert the_line(axes, column).get_xdata() == pytest.approx(values)
         default = the_line(axes, "default")

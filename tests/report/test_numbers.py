@@ -3,9 +3,11 @@
 import math
 from pathlib import Path
 
+import hypothesis.strategies as st
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
 
 from fdc_jax.report import figures, formatting, quantities, tables
 from tests.report import made_up
@@ -84,20 +86,39 @@ def test_the_curve_has_the_tasks_that_were_evaluated():
     assert figures.curve(group(by_hand(), curve=recorded()[2:])) is None
 
 
+def measured(results):
+    """The numbers of a run by calibrator (row) and quantity (column)."""
+    numbers = quantities.measured(results)
+    return numbers.pivot(index="calibrator", columns="quantity", values="value")
+
+
+@given(st.sampled_from([*quantities.TABLE]), st.sampled_from(quantities.NAMES), st.floats(0, 9))
+def test_names_of_quantities_are_read_as_they_are_written(quantity, calibrator, value):
+    of = quantities.TABLE[quantity].of
+    if quantities.TABLE[quantity].swept:
+        pair = "fdc", f"{quantity}={value:g}"
+    elif of == "calibrators":
+        pair = calibrator, quantity
+    else:
+        pair = (of[0] if of else ""), quantity
+    assert quantities.parse(quantities.name_of(*pair)) == pair
+
+
 def test_without_the_pretrained_view_the_adapted_view_is_all_there_is():
     of = made_up.run(learner="splitlora").results
     for name in [name for name in of.components if name.endswith("_view")]:
         del of.components[name]
-    found = quantities.measured(of)
-    assert found["selected"] == of.components["pac+rlc"]
-    assert found["adapted_view"] == of.components["full"]
-    assert "pac+rlc_pretrained_view" not in found
+    accuracies = measured(of)["accuracy"].dropna()
+    assert accuracies["selected"] == of.components["pac+rlc"]
+    assert accuracies["adapted_view"] == of.components["full"]
+    assert "pac+rlc_pretrained_view" not in accuracies
 
 
 def test_a_run_without_fdc_has_its_other_calibrators():
     of = made_up.results(accuracy={"raw": 50.0, "ncm": 60.0, "oracle": 90.0}, components={})
     of["average_incremental_accuracy"] = {"raw": None}
     run = made_up.MadeUpRun(Path(), of)
-    found = quantities.measured(run.results)
-    assert (found["gain:ncm"], "gain:fdc" in found, "aia:raw" in found) == (10.0, False, False)
+    numbers = measured(run.results)
+    assert numbers["gain"]["ncm"] == 10.0
+    assert "fdc" not in numbers["gain"].dropna() and "aia" not in numbers
     assert made_up.groups(run)[0].methods == ["raw", "ncm"]

@@ -4,15 +4,14 @@ import re
 from pathlib import Path
 
 import hypothesis.strategies as st
-import msgspec
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from scipy import stats
 
 from fdc_jax.errors import InputError
-from fdc_jax.report import reference, runs, tables
-from fdc_jax.report.reference import Published
+from fdc_jax.report import reference, rows, runs, tables
 from tests.report import made_up
 from tests.report.made_up import results, write_run
 
@@ -32,11 +31,13 @@ def test_a_file_is_read_whatever_the_order_of_columns(tmp_path):
         "1.5,,mine.module,gain:tsf+rlc,my benchmark",
         header="\ufeffvalue,source,learner,quantity,benchmark",
     )
-    assert [msgspec.structs.astuple(line)[:4] for line in found] == [
-        ("cifar100", "cumulative_lora", "fdc", 88.6),
-        ("my benchmark", "mine.module", "gain:tsf+rlc", 1.5),
+    columns = ["benchmark", "learner", "calibrator", "quantity", "value"]
+    assert found[columns].to_numpy().tolist() == [
+        ["cifar100", "cumulative_lora", "fdc", "accuracy", 88.6],
+        ["my benchmark", "mine.module", "tsf+rlc", "gain", 1.5],
     ]
-    assert found[0].source == "FDC paper" and found[0].seed is None and np.isnan(found[0].n)
+    assert found.loc[0, "source"] == "FDC paper"
+    assert found.loc[0, ["seed", "n"]].isna().all()
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,16 @@ NUMBERS = st.floats(0, 100)
 def group_of(values):
     """A group whose raw accuracy has these values by seed."""
     (group,) = made_up.groups(*(made_up.run(seed) for seed in values))
-    group.numbers["raw"] = [float(value) for value in values.values()]
-    return group
+    return made_up.with_numbers(group, {"raw": [float(value) for value in values.values()]})
+
+
+def compared(group, mean, std, n, by_seed=()):
+    """The row of raw accuracies beside those of a reference: a mean, and numbers by seed."""
+    published = pd.DataFrame({"seed": [np.nan, *by_seed], "value": [mean, *dict(by_seed).values()]})
+    names = {"benchmark": group.benchmark, "learner": group.learner}
+    names |= {"calibrator": "raw", "quantity": "accuracy", "std": std, "n": n}
+    table = rows.compare(group.summary, group.numbers, published.assign(**names))
+    return table.reset_index().set_index(["calibrator", "quantity"]).loc["raw", "accuracy"]
 
 
 @settings(deadline=None, max_examples=20)
@@ -98,7 +107,7 @@ def group_of(values):
 def test_common_seeds_are_paired(values):
     group = group_of({seed: own for seed, (own, _) in enumerate(values)} | {77: 0.0})
     others = {seed: other for seed, (_, other) in enumerate(values)} | {99: 1.0}
-    found = group.record("raw", Published(50.0, 1.0, 9, others))
+    found = compared(group, 50.0, 1.0, 9, others)
     gaps = np.array([own - other for own, other in values])
     reach = stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / np.sqrt(len(gaps))
     ends = [gaps.mean() - reach, gaps.mean() + reach]
@@ -106,20 +115,21 @@ def test_common_seeds_are_paired(values):
         ends = [np.nan, np.nan]
     columns = [found.difference, found.difference_low, found.difference_high]
     np.testing.assert_allclose(np.array(columns, float), [gaps.mean(), *ends], atol=1e-9)
-    sides = [found.mean, found.paper_mean, found.n]
+    sides = [found["mean"], found.paper_mean, found.n]
     assert sides == pytest.approx([*np.mean(values, axis=0), len(values)])
     # One common seed is no pair to tell a spread from.
-    found = group.record("raw", Published(50.0, 1.0, 9, {77: 1.5}))
-    assert (found.difference, found.n, found.difference_low) == (-1.5, 1, None)
+    found = compared(group, 50.0, 1.0, 9, {77: 1.5})
+    assert (found.difference, found.n) == (-1.5, 1)
+    assert np.isnan(found.difference_low)
 
 
 @pytest.mark.parametrize(
     ("ours", "std"), [({1: 70.0}, 1.0), ({1: 70.0, 2: 71.0}, np.nan), ({1: 70.0, 2: 70.0}, 0.0)]
 )
 def test_without_both_deviations_there_is_no_interval(ours, std):
-    found = group_of(ours).record("raw", Published(71.0, std, 3))
+    found = compared(group_of(ours), 71.0, std, 3)
     assert found.difference == np.mean(list(ours.values())) - 71.0
-    assert found.difference_low is None
+    assert np.isnan(found.difference_low)
 
 
 def test_both_sides_are_shown_as_they_are_paired(tmp_path):

@@ -182,7 +182,7 @@ def test_components_with_a_gain_on_every_benchmark_are_selected(tmp_path, gains,
         for key, sign in zip(keys, signs, strict=True):
             found["components"][key] = found["components"]["raw"] + sign
         write_run(tmp_path / benchmark, found)
-    assert tables.selected(runs.load([tmp_path])[0]) == expected
+    assert tables.selected(tables.gains(runs.load([tmp_path])[0]).min()) == expected
     assert fdc.COMPONENTS[expected].get("tsf", True) == (gains[0] > 0)
 
 
@@ -203,7 +203,9 @@ def test_pairs_with_a_gain_are_counted_as_the_paper_counts_its_own(ours, groups)
     assert list(found) == ["ours", "paper"]
     assert found["paper"]["gains, the paper's choice"] == "40 of 40, +4.39"
     assert found["paper"]["gains, all components"] == "35 of 40, +4.45"
-    gains = [np.mean(group.values("gain:full")) for group in groups if group.learner == "splitlora"]
+    gains = [
+        np.mean(group.values("full", "gain")) for group in groups if group.learner == "splitlora"
+    ]
     assert found["ours"]["gains, all components"] == f"2 of 2, {np.mean(gains):+.2f}"
     numbers = {"learner": "plugged", "calibrator": "all components", "settings": "ours"}
     row = record(ours["selection"], quantity="pairs with a gain", **numbers)
@@ -224,12 +226,12 @@ def test_all_calibrators_stand_side_by_side(ours, groups):
     assert row["storage, MiB"] == "6.00 ± 0.00"
     # Of one seed, over its test images.
     (digits,) = [each for each in groups if each.benchmark == "digits"]
-    gain = digits.gain("gaussians")
+    gain = digits.row("gaussians", "gain")
     row = lines(ours["calibrators"], "Cumulative-LoRA", "Digits", "ours")[GAUSSIANS]
     assert row["interval of the gain"] == f"{gain.low:+.2f} to {gain.high:+.2f}"
     # A method that no seed changes has no interval over seeds, and no interval leaves 0 to 100.
-    low, high = (digits.gain(name, None)[2:4] for name in ("raw", "oracle"))
-    assert 0 < low[0] and high[1] <= 100
+    assert digits.row("raw")["low"] > 0
+    assert digits.row("oracle")["high"] <= 100
 
 
 def test_raw_logits_store_nothing_whether_the_run_says_so_or_not(tmp_path):

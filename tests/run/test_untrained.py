@@ -80,7 +80,7 @@ def test_a_run_answers_before_it_trains(
     small_runs.run(fields, folder)
     small_runs.same_outcome(finished_run, folder)
     ((group,), _) = runs.load([folder])
-    assert group.values("gaussians-pretrained") == [accuracy]
+    assert group.row("gaussians-pretrained")["mean"] == accuracy
     title = "Class Gaussians, frozen features"
     assert title in tables.of_calibrators([group]).frame.index.tolist()
     after = fdc_jax.open_run(folder).predict(images)
