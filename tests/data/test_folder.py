@@ -109,16 +109,16 @@ def test_hidden_files_and_system_folders_are_skipped(divided, opened, write):
     systems = (".thumbnails", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found")
     for name in systems:
         shutil.copytree(divided / "train" / "ant", divided / "train" / name)
-    write("divided", "train/ant/deep/er/9.jpg")
+    write("divided", "train/ant/deep/9.jpg")
     train, test = opened(divided)
     assert (len(train), len(test), train.class_names) == (11, 6, ("Bee", "ant", "cat 10"))
-    assert "ant/deep/er/9.jpg" in train.ids
+    assert "ant/deep/9.jpg" in train.ids
     assert train.skipped.paths == {
         "hidden files and folders of systems": [
             *sorted(f"train/{name}" for name in systems),
             *("train/ant/._0.jpg", "train/ant/.hidden.png"),
         ],
-        "images of a class in folders below it": ["train/ant/deep/er/9.jpg"],
+        "images of a class in folders below it": ["train/ant/deep/9.jpg"],
     }
 
 
@@ -183,10 +183,10 @@ def test_every_skipped_path_is_counted_and_named(divided, opened, change, text):
 def test_linked_folder_is_searched_once_by_its_own_path(divided, opened):
     (divided / "train/ant").rename(divided.parent / "elsewhere")
     (divided / "train/ant").symlink_to("../../elsewhere")
-    (divided / "train/Bee/0").symlink_to("../cat 10")  # Comes before it.
+    (divided / "train/0").symlink_to("cat 10")  # Comes before it.
     train, _ = opened(divided)
     assert counts(train) == [2, 3, 5]
-    assert train.skipped.text() == "links to folders that are met elsewhere: 1 (train/Bee/0)"
+    assert train.skipped.text() == "links to folders that are met elsewhere: 1 (train/0)"
 
 
 def test_names_of_classes_are_compared_in_one_unicode_form(divided, opened):
