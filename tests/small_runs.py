@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.testing import assert_array_equal
 
 from configs import digits
 from fdc_jax.errors import Interrupted, StopRequest
@@ -186,7 +187,7 @@ def assert_equal(actual, expected):
     """Asserts that two dictionaries hold the same arrays."""
     assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(actual[name], array, err_msg=name)
+        assert_array_equal(actual[name], array, err_msg=name)
 
 
 def nothing_done_twice(workdir):

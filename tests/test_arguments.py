@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import fdc_jax
 from fdc_jax import calibration, export, heads, report
@@ -168,7 +169,7 @@ def test_all_signed_64_bit_integers_are_labels():
 def test_an_array_whose_mask_hides_nothing_is_accepted(fdc):
     unmasked = np.ma.masked_array(FIRST.adapted, mask=False)
     expected = fdc.score(FIRST.adapted, FIRST.pretrained).task_scores
-    np.testing.assert_array_equal(fdc.score(unmasked, FIRST.pretrained).task_scores, expected)
+    assert_array_equal(fdc.score(unmasked, FIRST.pretrained).task_scores, expected)
 
 
 @pytest.mark.parametrize("heads_given", [None, 3, 1.5, len])
@@ -278,7 +279,7 @@ def test_a_layer_without_a_bias_is_a_head():
         calibrator = calibration.make("raw")
         calibrator.fit_task(SECOND.adapted, SECOND.labels, head)
         scores = calibrator.class_scores(SECOND.adapted)
-        np.testing.assert_allclose(scores, SECOND.adapted @ SECOND.weight.T, atol=1e-4)
+        assert_allclose(scores, SECOND.adapted @ SECOND.weight.T, atol=1e-4)
 
 
 @pytest.mark.parametrize("head", [len, {"weight": 3}, SimpleNamespace(weight=SECOND.weight)])

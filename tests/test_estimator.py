@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse
+from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
 from sklearn.linear_model import Ridge
 from sklearn.metrics.pairwise import cosine_similarity
@@ -85,12 +86,10 @@ def test_tasks_one_by_one_give_the_calibrators_scores(tasks, calibrator):
         expected.class_scores(*views),
         np.hstack(views),
     )
-    np.testing.assert_array_equal(estimator.predict(inputs), NAMES[scores.label])
-    np.testing.assert_array_equal(estimator.predict_task(inputs), scores.task)
+    assert_array_equal(estimator.predict(inputs), NAMES[scores.label])
+    assert_array_equal(estimator.predict_task(inputs), scores.task)
     assert estimator.classes_.tolist() == sorted(NAMES)
-    np.testing.assert_array_equal(
-        estimator.decision_function(inputs), by_class[:, np.argsort(NAMES)]
-    )
+    assert_array_equal(estimator.decision_function(inputs), by_class[:, np.argsort(NAMES)])
     of_class = dict(zip(estimator.classes_, estimator.class_tasks_, strict=True))
     assert [of_class[name] for name in NAMES] == np.repeat([0, 1, 2], [3, 4, 2]).tolist()
     assert estimator.score(inputs, NAMES[scores.label]) == 1.0
@@ -114,7 +113,7 @@ def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, calibrator):
     for task in range(3):
         rows = of_task == task
         parts.partial_fit(turned[rows], labels[rows], previous=adapted[rows])
-    np.testing.assert_array_equal(at_once.decision_function(X), parts.decision_function(turned))
+    assert_array_equal(at_once.decision_function(X), parts.decision_function(turned))
     assert at_once.score(X, labels) > 0.7
     kind = {"fdc": FDCClassifier, "gaussians": ContinualClassifier}[calibrator]
     assert type(kind().fit(adapted, labels).calibrator_) is type(calibration.make(calibrator))
@@ -139,10 +138,10 @@ def test_the_heads_are_ridge_regression_and_class_means(tasks):
     }
     best = ridge(min(errors, key=errors.get), slice(None))
     actual = closed_form_head("ridge", features, rows).logits(features)
-    np.testing.assert_allclose(actual, best.predict(ones), atol=1e-5)
+    assert_allclose(actual, best.predict(ones), atol=1e-5)
     means = np.stack([features[rows == c].mean(axis=0, dtype=np.float64) for c in range(3)])
     actual = closed_form_head("nearest_mean", features, rows).logits(features)
-    np.testing.assert_allclose(actual, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
+    assert_allclose(actual, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
 
 
 @pytest.mark.parametrize("calibrator", BOTH)
@@ -155,9 +154,7 @@ def test_joblib_keeps_what_further_tasks_need(tasks, calibrator, tmp_path):
     inputs = streams.probe_inputs(tasks)[0]
     for classifier in (estimator, again):
         classifier.partial_fit(tasks[2].adapted, tasks[2].labels)
-    np.testing.assert_array_equal(
-        again.decision_function(inputs), estimator.decision_function(inputs)
-    )
+    assert_array_equal(again.decision_function(inputs), estimator.decision_function(inputs))
     assert again.calibrator_.num_tasks == 3
 
 
@@ -217,7 +214,7 @@ def test_mistakes_change_nothing(tasks, mistake):
     with pytest.raises(ValueError, match=message):
         do(estimator, tasks)
     estimator.set_params(views=None, head="ridge")
-    np.testing.assert_array_equal(estimator.predict(tasks[0].adapted), before)
+    assert_array_equal(estimator.predict(tasks[0].adapted), before)
     estimator.partial_fit(tasks[1].adapted, tasks[1].labels)
     assert estimator.calibrator_.num_tasks == 2
 
@@ -278,8 +275,8 @@ def test_probabilities_agree_with_predictions():
     X = rng.normal(size=(240, 8)) + 2 * np.eye(8)[y]
     actual = ContinualClassifier().fit(X, y, tasks)
     chances = actual.predict_proba(X)
-    np.testing.assert_allclose(chances.sum(axis=1), 1.0)
-    np.testing.assert_array_equal(actual.classes_[chances.argmax(axis=1)], actual.predict(X))
+    assert_allclose(chances.sum(axis=1), 1.0)
+    assert_array_equal(actual.classes_[chances.argmax(axis=1)], actual.predict(X))
     assert not hasattr(FDCClassifier(), "predict_proba")
 
 

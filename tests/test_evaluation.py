@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 import scipy.stats
+from numpy.testing import assert_allclose, assert_array_equal
 
 from fdc_jax import evaluation
 from fdc_jax.calibration import Scores
@@ -17,7 +18,7 @@ def test_confusion_and_task_accuracies():
     expected[0, :2] = 1, 2
     expected[1, 1:3] = 1, 1
     expected[2, [0, 2]] = 2, 1
-    np.testing.assert_array_equal(matrix, expected)
+    assert_array_equal(matrix, expected)
     accuracies = evaluation.task_accuracies(true_task + 1, true_task == chosen)
     assert accuracies == [None, *map(pytest.approx, [100 / 3, 50, 100 / 3])]
 
@@ -93,7 +94,7 @@ def test_results_of_calibrators_are_measured_side_by_side():
     count, *shares = msgspec.structs.astuple(actual.decomposition["ncm"])
     assert count == 3
     shares = np.array(shares) * 3 / 100
-    np.testing.assert_allclose(shares, [1, 2, 2, 1, 1, 1, 0])
+    assert_allclose(shares, [1, 2, 2, 1, 1, 1, 0])
     columns = evaluation.predictions(both, labels, tasks)
     assert columns.keys() == {
         *("label", "task", "oracle_label", "raw_label", "raw_task", "ncm_label", "ncm_task")

@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import fdc_jax
 from fdc_jax import calibration, export
@@ -72,12 +73,12 @@ def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, le
     monkeypatch.setattr(task_stream, "build", lambda *_, **__: pytest.fail("images are read"))
     exported = fdc_jax.open_run((tmp_path / "out").rename(tmp_path / "moved"))
     small_runs.assert_equal(answers(exported, images), expected)
-    np.testing.assert_array_equal(exported.predictions["fdc_label"][ROWS], expected["fdc label"])
+    assert_array_equal(exported.predictions["fdc_label"][ROWS], expected["fdc label"])
     assert (exported.num_tasks, exported.class_names) == (2, run.class_names)
     assert exported.results.accuracy == run.results.accuracy
     for head, other in zip(exported.heads(), heads, strict=True):
         for part, same in zip(head, other, strict=True):
-            np.testing.assert_array_equal(part, same)
+            assert_array_equal(part, same)
     assert (exported.folder / "timm").exists() == (learner != "rsiat")  # which has adapters
     for t in (1, 3):
         with pytest.raises(InputError, match=r"is an export, .* but E_0 and E_2"):
@@ -210,7 +211,7 @@ def test_encoder_in_timms_layout_gives_features_of_the_run(finished_run, tmp_pat
     images = run.test_images(ROWS)
     params = weights.load(path, variant, 32).params
     actual = jax.jit(model.apply)({"params": params}, images)
-    np.testing.assert_allclose(actual, run.features(images, 2), rtol=0, atol=2e-5)
+    assert_allclose(actual, run.features(images, 2), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import fdc_jax
 from fdc_jax import calibration, export, heads, latency
@@ -34,15 +35,15 @@ def test_contenders_answer_as_the_run_did(finished_run):
     fdc, encoders, images = run.calibrator("fdc"), run.encoders, run.test_images(np.arange(60))
     views = [encoders.extract.encode(encoders.backbone, images, run.encoder(t)) for t in (2, 0)]
     raw = latency.raw_labels(fdc)(views[:1])
-    np.testing.assert_array_equal(raw, run.predictions["raw_label"])
+    assert_array_equal(raw, run.predictions["raw_label"])
     dual = latency.fdc_labels(fdc, 2)(views)
-    np.testing.assert_array_equal(dual, run.predictions["fdc_label"])
+    assert_array_equal(dual, run.predictions["fdc_label"])
     saved = [
         np.load(finished_run / "features" / f"test_{view}.npy")
         for view in ("adapted", "pretrained")
     ]
     expected = fdc.components(*saved)["adapted_view"].label
-    np.testing.assert_array_equal(latency.fdc_labels(fdc, 1)(views[:1]), expected)
+    assert_array_equal(latency.fdc_labels(fdc, 1)(views[:1]), expected)
     assert len(fdc.terms(*saved).tasks) == 2  # The calibrator itself keeps both views.
 
 
@@ -53,7 +54,7 @@ def test_heads_that_divide_by_the_norm_keep_doing_so():
     features = (rng.normal(size=(20, 4)) * 10.0 ** rng.integers(-3, 3, (20, 1))).astype("f4")
     cosines = heads.unit(features) @ heads.unit(np.concatenate([h.means for h in fdc.heads])).T
     expected = np.concatenate(fdc.classes)[cosines.argmax(axis=1)]
-    np.testing.assert_array_equal(latency.raw_labels(fdc)([features]), expected)
+    assert_array_equal(latency.raw_labels(fdc)([features]), expected)
 
 
 def test_command_writes_latencies_without_memory_on_a_cpu(

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from PIL import Image
 
 import fdc_jax
@@ -65,10 +66,8 @@ def agrees(table, opened, method):
     columns, names = opened.predictions, np.array(opened.class_names)
     for prefix, kind in (("", method), ("raw_", "raw")):
         assert table[f"{prefix}class"].tolist() == names[columns[f"{kind}_label"]].tolist()
-        np.testing.assert_array_equal(table[f"{prefix}task"], columns[f"{kind}_task"] + 1)
-    np.testing.assert_array_equal(
-        table["changed"], columns["raw_label"] != columns[f"{method}_label"]
-    )
+        assert_array_equal(table[f"{prefix}task"], columns[f"{kind}_task"] + 1)
+    assert_array_equal(table["changed"], columns["raw_label"] != columns[f"{method}_label"])
 
 
 def test_files_of_test_images_repeat_the_predictions_of_the_run(opened, files, answers, by_fdc):
@@ -76,7 +75,7 @@ def test_files_of_test_images_repeat_the_predictions_of_the_run(opened, files, a
     agrees(by_fdc, opened, "fdc")
     assert 0 < answers["changed"].sum() < 60
     pixels = np.concatenate([images for _, images in Predictions(opened, files)])
-    np.testing.assert_array_equal(pixels, opened.test_images(np.arange(60)))
+    assert_array_equal(pixels, opened.test_images(np.arange(60)))
     assert answers["image"].tolist() == [str(path) for path in files]
 
 
@@ -87,8 +86,8 @@ def test_one_calibrator_gives_label_confidence_and_typicality(opened, views, ans
     probabilities, typicality = gaussians.assess(*views)
     labels = np.concatenate(gaussians.classes)[probabilities.argmax(axis=1)]
     assert answers["class"].tolist() == [opened.class_names[label] for label in labels]
-    np.testing.assert_allclose(answers["confidence"], probabilities.max(axis=1), atol=1e-3)
-    np.testing.assert_allclose(answers["typicality"], typicality, atol=0.02)
+    assert_allclose(answers["confidence"], probabilities.max(axis=1), atol=1e-3)
+    assert_allclose(answers["typicality"], typicality, atol=0.02)
     assert not {"confidence", "typicality", "unlike_learned"} & {*by_fdc}
     assert not any("affinity" in name for name in answers)
 
@@ -99,29 +98,29 @@ def test_classes_are_ranked_by_their_scores(opened, views, answers, by_fdc, meth
     by_class, labels = calibrator.class_scores(*views), np.concatenate(calibrator.classes)
     expected = -np.sort(-by_class, axis=1)
     scores = table.filter(regex=r"^score(_\d+)?$").to_numpy()
-    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-3)
+    assert_allclose(scores, expected, rtol=1e-4, atol=1e-3)
     names = np.array(opened.class_names)[labels[np.argsort(-by_class, axis=1)]]
     clear = np.abs(np.diff(expected, axis=1)).min(axis=1) > 1e-2  # Others may change places.
     assert clear.sum() > 40
     ranked = table.filter(regex=r"^class(_\d+)?$").to_numpy()
-    np.testing.assert_array_equal(ranked[clear], names[clear])
+    assert_array_equal(ranked[clear], names[clear])
     task_scores = calibrator.score(*views).task_scores
-    np.testing.assert_allclose(table["rival_score"], task_scores.min(axis=1), rtol=1e-4, atol=1e-3)
+    assert_allclose(table["rival_score"], task_scores.min(axis=1), rtol=1e-4, atol=1e-3)
 
 
 def test_parts_of_a_score_of_fdc_add_up(opened, views, by_fdc):
     terms, rows = opened.calibrator("fdc").terms(*views), np.arange(60)
     chosen = by_fdc["task"].to_numpy() - 1
     logits = terms.fuse(rlc=False, pac=False).task_scores
-    np.testing.assert_allclose(by_fdc["filtered_logit"], logits[rows, chosen], atol=1e-3)
-    np.testing.assert_allclose(by_fdc["rival_filtered_logit"], logits[rows, 1 - chosen], atol=1e-3)
+    assert_allclose(by_fdc["filtered_logit"], logits[rows, chosen], atol=1e-3)
+    assert_allclose(by_fdc["rival_filtered_logit"], logits[rows, 1 - chosen], atol=1e-3)
     parts = ["filtered_logit"]
     parts += [f"{part}_{v}" for part in ("residual", "affinity") for v in ("adapted", "pretrained")]
     for prefix in ("", "rival_"):
         total = sum(by_fdc[prefix + part] for part in parts)
-        np.testing.assert_allclose(total, by_fdc[f"{prefix}score"], atol=1e-4)
+        assert_allclose(total, by_fdc[f"{prefix}score"], atol=1e-4)
     only = terms.fuse(rlc=False, pretrained_view=False).task_scores - logits
-    np.testing.assert_allclose(by_fdc["affinity_adapted"], only[rows, chosen], atol=1e-4)
+    assert_allclose(by_fdc["affinity_adapted"], only[rows, chosen], atol=1e-4)
 
 
 def test_stopped_run_predicts_with_its_finished_tasks(stopped_run, files, tmp_path, capsys):

@@ -6,6 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from fdc_jax.data import images
 from fdc_jax.data.batches import (
@@ -22,7 +23,7 @@ from fdc_jax.errors import InputError
 def test_the_stream_of_a_seed_does_not_change_between_releases():
     # A change here changes every training run: resumed runs would not be the same runs.
     assert epoch_permutation(10, 1, 2, 3).tolist() == [1, 8, 2, 4, 6, 5, 0, 9, 7, 3]
-    np.testing.assert_allclose(
+    assert_allclose(
         epoch_uniforms(4, 1, 2, 3)[3, :3],
         [0.75525430428998, 0.84826892298274, 0.48690979957128],
         atol=1e-12,
@@ -43,7 +44,7 @@ def assert_same(actual, expected):
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
         for x, y in zip(a, b, strict=True):
-            np.testing.assert_array_equal(x, y)
+            assert_array_equal(x, y)
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_batches_follow_their_definition(photo_source, flip):
             batch_images, batch_labels, batch_weights = actual[3 * epoch + position // 2]
             image = images.decode(photo_source.read(int(indices[row])), "x")
             expected = images.train_transform(image, 16, uniforms[row], (0.3, 0.9), flip)
-            np.testing.assert_array_equal(batch_images[position % 2], expected)
+            assert_array_equal(batch_images[position % 2], expected)
             assert batch_labels[position % 2] == labels[row]
             assert batch_weights[position % 2] == 1.0
 
@@ -105,9 +106,9 @@ def test_evaluation_keeps_the_order(photo_source, workers):
     pixels, labels, _ = (np.concatenate(parts)[:5] for parts in zip(*batches, strict=True))
     for row, index in enumerate(indices):
         image = images.decode(photo_source.read(int(index)), "x")
-        np.testing.assert_array_equal(pixels[row], images.evaluation_transform(image, 16))
-    np.testing.assert_array_equal(labels, photo_source.labels[indices])
-    np.testing.assert_array_equal(evaluation_images(photo_source, indices, 16), pixels)
+        assert_array_equal(pixels[row], images.evaluation_transform(image, 16))
+    assert_array_equal(labels, photo_source.labels[indices])
+    assert_array_equal(evaluation_images(photo_source, indices, 16), pixels)
 
 
 def counting(source):
@@ -153,7 +154,7 @@ def test_decoded_images_give_the_same_pixels(photo_source, limit):
     reads.clear()
     plain = EvaluationBatches(source, np.arange(11), None, 11, image_size=24, decoded=decoded)
     expected = evaluation_images(photo_source, np.arange(11), 24)
-    np.testing.assert_array_equal(next(iter(plain)).images, expected)
+    assert_array_equal(next(iter(plain)).images, expected)
     assert sum(reads.values()) == 11 - count
 
 
@@ -176,7 +177,7 @@ def test_processes_together_read_each_image_once(photo_source):
         source, reads = counting(photo_source)
         part = collect(TrainBatches(source, *arguments, own_rows=rows_read, **options))
         for actual, expected in zip(part, complete, strict=True):
-            np.testing.assert_array_equal(actual[0][rows_read], expected[0][rows_read])
+            assert_array_equal(actual[0][rows_read], expected[0][rows_read])
             assert_same([actual[1:]], [expected[1:]])
         assert len(reads) < 11
         total += reads

@@ -4,6 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from fdc_jax.data import benchmarks
 from fdc_jax.errors import InputError
@@ -38,7 +39,7 @@ def test_table_of_benchmarks_is_that_of_the_paper(name):
 def test_task_counts_agree_with_finer_ones(name):
     row = benchmarks.BENCHMARKS[name]
     fine = np.array(PER_TEN[name].split(), int).reshape(len(row.task_test_counts), -1)
-    np.testing.assert_array_equal(fine.sum(axis=1), row.task_test_counts)
+    assert_array_equal(fine.sum(axis=1), row.task_test_counts)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from numpy.testing import assert_array_equal
 
 from fdc_jax.data import benchmarks, cifar100, images, sources
 from fdc_jax.errors import InputError
@@ -49,7 +50,7 @@ def assert_is_cifar(splits, pixels):
         assert split.labels.tolist() == LABELS[name]
         assert split.class_names == tuple(FINE)
         shown = [np.asarray(split.image(index)) for index in range(len(split))]
-        np.testing.assert_array_equal(shown, pixels[name].transpose(0, 2, 3, 1))
+        assert_array_equal(shown, pixels[name].transpose(0, 2, 3, 1))
         assert split.pixel_hashes() == [*map(images.pixels_sha256, shown)]
     benchmarks.verify("cifar100", *(dataset.labels for dataset in splits), FINE)
 

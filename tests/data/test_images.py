@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import PIL
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from PIL import ExifTags, Image, ImageOps
 from scipy import stats
 
@@ -34,7 +35,7 @@ def test_evaluation_transform_is_pilots(photo, size, image_size):
     actual = images.evaluation_transform(image, image_size)
     assert actual.shape == (image_size, image_size, 3)
     assert actual.dtype == np.uint8
-    np.testing.assert_array_equal(actual, evaluation_reference(image, image_size))
+    assert_array_equal(actual, evaluation_reference(image, image_size))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -47,9 +48,9 @@ def test_train_transform_crops_then_resizes_then_mirrors(photo, size):
         part = np.asarray(image)[top:bottom, left:right]
         straight = np.asarray(Image.fromarray(part).resize((64, 64), resample=2))
         expected = straight[:, ::-1] if last < 0.5 else straight
-        np.testing.assert_array_equal(images.train_transform(image, 64, uniforms), expected)
+        assert_array_equal(images.train_transform(image, 64, uniforms), expected)
         actual = images.train_transform(image, 64, uniforms, flip=False)
-        np.testing.assert_array_equal(actual, straight)
+        assert_array_equal(actual, straight)
 
 
 def crop_reference(width, height, generator, scale, ratio=(3 / 4, 4 / 3)):
@@ -126,7 +127,7 @@ def test_decode_gives_rgb_without_transparency(photo, encode):
     ]:
         decoded = images.decode(encode(stored), "x")
         assert decoded.mode == "RGB"
-        np.testing.assert_array_equal(np.asarray(decoded), expected)
+        assert_array_equal(np.asarray(decoded), expected)
 
 
 def test_transparent_pixels_of_photographs_lie_on_white(photo, encode):
@@ -135,12 +136,12 @@ def test_transparent_pixels_of_photographs_lie_on_white(photo, encode):
     translucent.putalpha(128)
     expected = np.asarray(image, float) * 128 / 255 + 127
     actual = np.asarray(images.decode(encode(translucent), "x", upright=True), float)
-    np.testing.assert_allclose(actual, expected, atol=1)
+    assert_allclose(actual, expected, atol=1)
     index = palette.getpixel((3, 4))
     actual = np.asarray(images.decode(encode(palette, transparency=index), "x", upright=True))
     clear = np.asarray(palette) == index
     assert (actual[clear] == 255).all()
-    np.testing.assert_array_equal(actual[~clear], np.asarray(palette.convert("RGB"))[~clear])
+    assert_array_equal(actual[~clear], np.asarray(palette.convert("RGB"))[~clear])
 
 
 def grey_files(encode, pixels):
@@ -167,7 +168,7 @@ def test_grey_of_16_bits_keeps_its_upper_bits(encode, values, shift, wanted):
     expected = grey_to_rgb(np.minimum(pixels >> ((wanted or bits) - 8), 255))
     files = grey_files(encode, pixels)
     for content in files:
-        np.testing.assert_array_equal(images.decode(content, "x", grey_bits=wanted), expected)
+        assert_array_equal(images.decode(content, "x", grey_bits=wanted), expected)
     facts = {images.examine(content, "x") for content in files}
     assert [fact.grey_bits for fact in facts] == [bits]
     pixels[0, -1] ^= 1
@@ -190,9 +191,7 @@ def test_frames_are_counted_and_the_first_is_read(file_format):
     else:
         assert images.examine(content, "x").frames == 4
         assert images.examine(frames(1, file_format), "x").frames == 1
-    np.testing.assert_allclose(
-        np.asarray(images.decode(content, "x"), int)[0, 0], [0, 9, 9], atol=9
-    )
+    assert_allclose(np.asarray(images.decode(content, "x"), int)[0, 0], [0, 9, 9], atol=9)
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF"])
@@ -234,7 +233,7 @@ def test_opened_pillow_image_decodes_as_its_file(photo, encode, mode):
     opened = Image.open(io.BytesIO(content))
     actual = images.decode(opened, "it")
     assert actual.mode == "RGB"
-    np.testing.assert_array_equal(actual, images.decode(content, "file"))
+    assert_array_equal(actual, images.decode(content, "file"))
     assert opened.mode == mode and opened.size == (20, 12)
     assert opened.info.get("transparency") == options.get("transparency")
 
@@ -246,9 +245,9 @@ def test_orientation_is_applied_on_request(photo, encode, file_format, orientati
     exif[ExifTags.Base.Orientation] = orientation
     content = encode(image, file_format, exif=exif)
     expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    np.testing.assert_array_equal(images.decode(content, "x", upright=True), expected)
+    assert_array_equal(images.decode(content, "x", upright=True), expected)
     if file_format != "TIFF":  # Pillow turns these itself.
-        np.testing.assert_array_equal(images.decode(content, "x"), image)
+        assert_array_equal(images.decode(content, "x"), image)
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
@@ -260,7 +259,7 @@ def test_heic_is_read_upright(encode, orientation):
     actual = images.decode(encode(image, "HEIF", exif=exif.tobytes()), "a.heic", upright=True)
     image.getexif()[ExifTags.Base.Orientation] = orientation
     expected = np.asarray(ImageOps.exif_transpose(image), int)
-    np.testing.assert_allclose(np.asarray(actual, int), expected, atol=12)
+    assert_allclose(np.asarray(actual, int), expected, atol=12)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from fdc_jax.data import benchmarks, task_stream
 from fdc_jax.data.dataset import class_checksums
@@ -45,11 +46,11 @@ def test_a_stream_numbers_classes_as_they_arrive(plain_source):
         assert actual == [stream.train.class_names[label] for label in stream.train.labels[indices]]
         counts = np.bincount(stream.train_labels(task) - first)
         assert counts.tolist() == [3] * stream.classes_per_task[task]
-    np.testing.assert_array_equal(
+    assert_array_equal(
         stream.test_labels, stream.positions[stream.test.labels[stream.test_indices]]
     )
     assert sorted(stream.test_indices) == list(range(11))
-    np.testing.assert_array_equal(stream.test_labels // 2, stream.test_tasks)
+    assert_array_equal(stream.test_labels // 2, stream.test_tasks)
 
 
 def test_classes_arrive_in_the_order_of_their_names_or_of_a_list(plain_source):

@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from numpy.testing import assert_array_equal
 from PIL import Image, ImageOps
 
 from fdc_jax.data import images, sources
@@ -431,4 +432,4 @@ def test_real_cifar100_of_tfds_is_read(shared_asset, tmp_path):
         example = reference[i]
         index = source.ids.index(example["id"].decode())
         assert source.labels[index] == example["label"]
-        np.testing.assert_array_equal(source.image(index), example["image"])
+        assert_array_equal(source.image(index), example["image"])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from fdc_jax.data import digits
 from fdc_jax.data.batches import EvaluationBatches
@@ -45,7 +46,7 @@ def test_features_have_one_row_per_image_in_order(model, backbone, apply, count)
     assert actual.shape == (count, model.variant.width)
     assert actual.dtype == np.float32
     for i, batch in enumerate(batches(count, size=1)):
-        np.testing.assert_allclose(actual[i : i + 1], apply(batch.images), atol=2e-5)
+        assert_allclose(actual[i : i + 1], apply(batch.images), atol=2e-5)
 
 
 def test_kernels_choose_the_encoder_without_compilation(model, backbone, apply):
@@ -57,7 +58,7 @@ def test_kernels_choose_the_encoder_without_compilation(model, backbone, apply):
     assert np.abs(first - second[:9]).max() > 1e-3
     assert extract.encode._cache_size() == 1
     again = apply(next(iter(batches(8))).images, other)
-    np.testing.assert_allclose(second[:8], again, atol=2e-5)
+    assert_allclose(second[:8], again, atol=2e-5)
 
 
 @pytest.mark.parametrize("count", [0, 11])
@@ -72,9 +73,9 @@ def test_both_views_in_one_pass_and_in_portions(model, backbone, monkeypatch, co
     together = cut(backbone, views, batches(count))
     assert calls == [(4, 2, 32, 32, 3)] * (1 if count else 0)
     for actual, features, view in zip(together, expected, views, strict=True):
-        np.testing.assert_allclose(actual.features, features, atol=2e-5)
+        assert_allclose(actual.features, features, atol=2e-5)
         (alone,) = cut(backbone, [view], batches(count))
-        np.testing.assert_array_equal(actual.features, alone.features)
+        assert_array_equal(actual.features, alone.features)
     assert cut.encode._cache_size() <= 1
 
 
@@ -114,7 +115,7 @@ with jax.log_compiles():
     for count in (40, 37, 44, 1):
         actual = extract(placed[0], [placed[1]], batches(count))[0].features
         assert isinstance(actual, np.ndarray)
-        np.testing.assert_allclose(actual, expected[:count], atol=2e-5)
+        assert_allclose(actual, expected[:count], atol=2e-5)
 assert names == ["jit(encode)"], names
 """
 
@@ -140,11 +141,11 @@ def get(folder, value, key="a", name="train", indices=INDICES):
 def test_cache_computes_every_key_once(tmp_path):
     get(tmp_path, 1.0)
     again = get(tmp_path, 2.0)
-    np.testing.assert_array_equal(again.features, 1.0)
+    assert_array_equal(again.features, 1.0)
     assert again.from_cache and again.seconds == 1.0  # of their computation
     others = ({"key": "b"}, {"name": "test"}, {"indices": INDICES[::-1]})
     for value, changed in enumerate(others, start=2):
-        np.testing.assert_array_equal(get(tmp_path, value, **changed).features, value)
+        assert_array_equal(get(tmp_path, value, **changed).features, value)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
@@ -157,7 +158,7 @@ def test_a_damaged_cache_file_is_computed_again(tmp_path, damage):
         content[position] ^= 1
     path.write_bytes(content if damage == "flipped" else content[: position + 4])
     for value in (2.0, 3.0):
-        np.testing.assert_array_equal(get(tmp_path, value).features, 2.0)
+        assert_array_equal(get(tmp_path, value).features, 2.0)
 
 
 def test_a_cache_folder_that_cannot_be_made_costs_time_only(tmp_path):
@@ -165,4 +166,4 @@ def test_a_cache_folder_that_cannot_be_made_costs_time_only(tmp_path):
     for value in (1.0, 2.0):
         actual = get(tmp_path / "file" / "below", value)
         assert not actual.from_cache
-        np.testing.assert_array_equal(actual.features, value)
+        assert_array_equal(actual.features, value)

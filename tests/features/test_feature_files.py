@@ -1,6 +1,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from fdc_jax import heads
 from fdc_jax.errors import InputError
@@ -49,7 +50,7 @@ def target(request, tmp_path):
 
 
 def same(actual, expected):
-    np.testing.assert_array_equal(actual, expected)
+    assert_array_equal(actual, expected)
 
 
 def test_saved_features_are_read_back(target):
@@ -321,4 +322,4 @@ def test_half_precision_is_kept(tmp_path, short):
         features = feature_files.load(save(path, arrays | {"train_adapted_0": narrow}))
         actual = features.tasks[0].adapted
         assert actual.dtype == dtype
-        np.testing.assert_array_equal(actual.astype(np.float32), narrow.astype(np.float32))
+        assert_array_equal(actual.astype(np.float32), narrow.astype(np.float32))

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from etils import epath
+from numpy.testing import assert_array_equal
 
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
@@ -35,7 +36,7 @@ def make_tree(offset=0.0):
 
 def assert_equal_trees(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    jax.tree.map(assert_array_equal, one, other)
 
 
 def newest(checkpoints):
@@ -287,4 +288,4 @@ def test_values_of_a_checkpoint_are_those_of_its_save(filled):
     filled.save(4, {}, tree, {})
     tree["A"][:] = 1
     filled.wait()
-    np.testing.assert_array_equal(filled.read(4, tree)["A"], np.zeros(1000))
+    assert_array_equal(filled.read(4, tree)["A"], np.zeros(1000))

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from fdc_jax.model import vit, weights
 
@@ -32,14 +33,14 @@ def test_features_of_a_small_checkpoint(input_range, side):
     assert loaded.resized_positions == (side != SIDE)
     model = vit.build("golden", side, input_range)
     actual = jax.jit(model.apply)({"params": loaded.params}, golden[f"images_{side}"])
-    np.testing.assert_allclose(actual, golden[f"{input_range}_{side}"], atol=2e-5)
+    assert_allclose(actual, golden[f"{input_range}_{side}"], atol=2e-5)
 
 
 def test_the_safetensors_of_timm_hold_the_same_parameters():
     actual, expected = (
         weights.load(GOLDEN / name, "golden", SIDE) for name in ("timm.safetensors", "augreg.npz")
     )
-    jax.tree.map(np.testing.assert_array_equal, actual.params, expected.params)
+    jax.tree.map(assert_array_equal, actual.params, expected.params)
     assert actual.skipped == ("head.bias", "head.weight")
 
 
@@ -62,7 +63,7 @@ def test_features_of_the_real_checkpoint(shared_asset, input_range, precision):
     model = vit.build("Ti/16", 224, input_range, precision)
     actual = jax.jit(model.apply)({"params": loaded.params}, golden["images_uint8_nhwc"][:4])
     if precision == "parity":
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-4)
+        assert_allclose(actual, expected, rtol=0, atol=2e-4)
     else:
         error = np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)
         assert error.max() < 0.05

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from fdc_jax.model import increments, operations, vit
 from tests.model.reference import PARTS, TINY, float64, products, random_like, random_params
@@ -49,7 +50,7 @@ def test_kernels_are_the_sum_of_products_not_the_product_of_sums(tasks, stack):
     for part in PARTS:
         change = np.asarray(merged[part], np.float64) - np.asarray(START[part], np.float64)
         of_products = sum(products(task)[part] for task in tasks)
-        np.testing.assert_allclose(change, of_products, atol=2e-6)
+        assert_allclose(change, of_products, atol=2e-6)
         sums = [sum(float64(task)[part][name] for task in tasks) for name in ("A", "B")]
         assert np.abs(sums[0] @ sums[1] - of_products).max() > 0.1
 
@@ -60,7 +61,7 @@ def test_every_view_comes_from_one_compilation_bit_for_bit(tasks, stack):
         if num_tasks:
             expected = increments.merge(expected, tasks[num_tasks - 1])
         actual = increments.kernels_after(START, stack, num_tasks)
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        jax.tree.map(assert_array_equal, actual, expected)
     assert increments.kernels_after._cache_size() - already <= 1
 
 
@@ -85,22 +86,22 @@ def test_updates_add_up_and_scales_have_gradients(operands):
     )
     of_sum = np.einsum("ntd,nte->de", x, weight)
     merged = kernel + a @ b + 2.0 * (a * scale) @ b[::-1]
-    np.testing.assert_allclose(value, x @ merged, atol=1e-5)
+    assert_allclose(value, x @ merged, atol=1e-5)
     of_x, of_kernel, (first, second) = pull(jnp.asarray(weight, jnp.float32))
     expected = {
         "A": of_sum @ b[::-1].T * scale,
         "B": scale[:, None] * (2 * a.T @ of_sum),
         "scale": np.einsum("dr,de,re->r", 2 * a, of_sum, b[::-1]),
     }
-    np.testing.assert_allclose(of_x, weight @ merged.T, atol=2e-5)
-    np.testing.assert_allclose(of_kernel, of_sum, atol=2e-5)
+    assert_allclose(of_x, weight @ merged.T, atol=2e-5)
+    assert_allclose(of_kernel, of_sum, atol=2e-5)
     for gradients, reference in (
         (first, {"A": of_sum @ b.T, "B": a.T @ of_sum}),
         (second, expected),
     ):
         assert gradients.keys() == reference.keys()
         for name, gradient in gradients.items():
-            np.testing.assert_allclose(gradient, reference[name], atol=5e-5)
+            assert_allclose(gradient, reference[name], atol=5e-5)
 
 
 def test_small_updates_reach_the_product_in_low_precision(operands):
@@ -113,5 +114,5 @@ def test_small_updates_reach_the_product_in_low_precision(operands):
     )
     assert actual.dtype == jnp.bfloat16
     merged = jnp.asarray(kernel + a @ b, jnp.bfloat16)
-    np.testing.assert_array_equal(actual, jnp.matmul(x, merged, precision=HIGHEST))
+    assert_array_equal(actual, jnp.matmul(x, merged, precision=HIGHEST))
     assert [leaf.dtype for leaf in pull(actual)] == [jnp.bfloat16, *3 * [jnp.float32]]

@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 from fdc_jax.errors import InputError
@@ -105,7 +106,7 @@ def test_features_equal_those_of_the_library(family):
     added = encoders.increment()
     for name, factors in ((family, NOTHING), (f"{family} with an increment", added)):
         actual = encode(*encoder(family), factors)
-        np.testing.assert_allclose(actual, golden()[name], rtol=0, atol=2e-5, err_msg=name)
+        assert_allclose(actual, golden()[name], rtol=0, atol=2e-5, err_msg=name)
     moved = np.abs(golden()[name] - golden()[family]).max()
     assert moved > 0.3
 
@@ -117,7 +118,7 @@ def test_layout_of_a_file_is_recognised(family):
     expected = dataclasses.replace(usual, **differences)
     assert recognise(weights_of(family)) == (name, expected)
     mean_and_std = golden()[f"{family} mean and std"]
-    np.testing.assert_allclose([expected.mean, expected.std], mean_and_std)
+    assert_allclose([expected.mean, expected.std], mean_and_std)
 
 
 def test_skipped_arrays_are_named_in_groups():
@@ -145,7 +146,7 @@ def test_encoder_in_timms_layout_gives_equal_features(tmp_path, family):
     assert (actual.mean, actual.std, actual.image_size) == (variant.mean, variant.std, SIDE)
     features = encode(actual, weights.load(path, actual, SIDE).params)
     expected = golden()[f"{family} with an increment"]
-    np.testing.assert_allclose(features, expected, rtol=0, atol=2e-5)
+    assert_allclose(features, expected, rtol=0, atol=2e-5)
     if family.startswith("timm"):
         given = layouts.used(load_file(weights_of(family)))
         assert {*arrays} == {name for name in given if not name.endswith(".gamma")}
@@ -249,7 +250,7 @@ def test_pretraining_side_may_not_be_a_multiple_of_the_patch():
     model = vit.build(variant, SIDE + 2, "model")
     images = np.pad(encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0)))
     actual = jax.jit(model.apply)({"params": encoder("hf_siglip")[1]}, images)
-    np.testing.assert_allclose(actual, golden()["hf_siglip"], atol=2e-5)
+    assert_allclose(actual, golden()["hf_siglip"], atol=2e-5)
     with pytest.raises(InputError, match=f"multiple of the patch size {PATCH}, found {SIDE + 1}"):
         vit.build(variant, SIDE + 1)
 
@@ -259,7 +260,7 @@ def test_positions_of_patches_are_resized_and_others_stay():
     loaded = weights.load(path, variant, 2 * SIDE)
     positions = loaded.params["Transformer"]["posembed_input"]["pos_embedding"]
     assert loaded.resized_positions and positions.shape == (1, 2 + (2 * SIDE // PATCH) ** 2, WIDTH)
-    np.testing.assert_array_equal(positions[:, :2], load_file(path)["pos_embed"][:, :2])
+    assert_array_equal(positions[:, :2], load_file(path)["pos_embed"][:, :2])
 
 
 def changed(tmp_path, family, arrays=(), config=()):

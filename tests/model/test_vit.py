@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from fdc_jax.errors import InputError
 from fdc_jax.model import increments, operations, vit
@@ -48,7 +49,7 @@ def test_kernels_and_increments(given):
         kernels = increments.merge(vit.pretrained_kernels(PARAMS), first)
         added = jax.tree.map(np.add, products(first), added)
     expected = reference.features(PARAMS, IMAGES, updates=added)
-    np.testing.assert_allclose(encode(MODEL, IMAGES, kernels, second), expected, atol=3e-5)
+    assert_allclose(encode(MODEL, IMAGES, kernels, second), expected, atol=3e-5)
     for part in added:
         less = reference.features(PARAMS, IMAGES, updates={part: added[part]})
         assert np.abs(less - expected).max() > 1e-2
@@ -57,16 +58,14 @@ def test_kernels_and_increments(given):
 def test_the_adapter_acts_beside_the_mlp_of_every_block():
     adapter = random_adapter()
     expected = reference.features(PARAMS, IMAGES, adapter=adapter)
-    np.testing.assert_allclose(encode(MODEL, IMAGES, with_adapter(adapter)), expected, atol=3e-5)
+    assert_allclose(encode(MODEL, IMAGES, with_adapter(adapter)), expected, atol=3e-5)
     for leaf in adapter:
         for block in range(TINY.depth):
             less = adapter | {leaf: adapter[leaf].at[block].set(0.0)}
             moved = np.abs(reference.features(PARAMS, IMAGES, adapter=less) - expected).max()
             assert moved > 1e-3, (leaf, block)
     nothing = adapter | {leaf: jnp.zeros_like(adapter[leaf]) for leaf in ("up", "up_bias")}
-    np.testing.assert_allclose(
-        encode(MODEL, IMAGES, with_adapter(nothing)), encode(MODEL, IMAGES), atol=1e-6
-    )
+    assert_allclose(encode(MODEL, IMAGES, with_adapter(nothing)), encode(MODEL, IMAGES), atol=1e-6)
 
 
 def test_dropout_scales_the_hidden_units_that_stay(monkeypatch):
@@ -86,7 +85,7 @@ def test_dropout_scales_the_hidden_units_that_stay(monkeypatch):
         masks.append(np.stack([bernoulli(block_key, 0.6, (5,)) for block_key in keys]))
         less = adapter | {"up": adapter["up"] * masks[-1][:, :, None] / 0.6}
         expected = reference.features(PARAMS, IMAGES, adapter=less)
-        np.testing.assert_allclose(actual, expected, atol=3e-5)
+        assert_allclose(actual, expected, atol=3e-5)
     # Every token of every image draws for itself; only the class token leaves the last block.
     assert shapes == [(3, 10, 5), (3, 1, 5)]
     assert len({mask.tobytes() for mask in np.concatenate(masks)}) == 4
@@ -114,7 +113,7 @@ def test_fused_attention_is_given_the_same_arrays(monkeypatch, side):
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     params, images = random_params(0, side=side), random_images(2, side=side)
     fused = jax.jit(MODEL.clone(attention="cudnn").apply)({"params": params}, images)
-    np.testing.assert_allclose(fused, reference.features(params, images), atol=3e-5)
+    assert_allclose(fused, reference.features(params, images), atol=3e-5)
     # The last block has one query an image.
     assert asked == ["cudnn"] * (TINY.depth - 1)
 
@@ -181,9 +180,9 @@ def test_activations_with_kept_slopes(name):
         value, pull = jax.vjp(lambda x: operations.with_kept_slope(function, x), entries)
         expected, slope = jax.jvp(function, (entries.astype(jnp.float32),), (jnp.ones_like(x),))
         assert value.dtype == dtype
-        np.testing.assert_allclose(value, expected, rtol=tolerance, atol=1e-6)
+        assert_allclose(value, expected, rtol=tolerance, atol=1e-6)
         (actual,) = pull(jnp.full_like(entries, 2.0))
-        np.testing.assert_allclose(actual, 2.0 * slope, rtol=tolerance, atol=1e-6)
+        assert_allclose(actual, 2.0 * slope, rtol=tolerance, atol=1e-6)
 
 
 def mesh_of(*platforms):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
+from numpy.testing import assert_allclose, assert_array_equal
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
@@ -40,7 +41,7 @@ def assert_same(params, arrays):
     assert actual.keys() == arrays.keys()
     for name, array in arrays.items():
         assert actual[name].dtype == jnp.float32
-        np.testing.assert_array_equal(actual[name], array)
+        assert_array_equal(actual[name], array)
 
 
 def test_parameters_are_the_arrays_of_a_file_bit_for_bit(tmp_path, arrays):
@@ -136,12 +137,12 @@ def test_positions_resize_as_pillow_does(old, new, tokens):
     embedding = rng.normal(size=(1, tokens + old * old, 5)).astype(np.float32)
     resized = weights.resize_positions(embedding, tokens + new * new, "file", tokens)
     assert resized.shape == (1, tokens + new * new, 5) and resized.dtype == np.float32
-    np.testing.assert_array_equal(resized[:, :tokens], embedding[:, :tokens])
+    assert_array_equal(resized[:, :tokens], embedding[:, :tokens])
     for channel in range(5):
         grid = Image.fromarray(embedding[0, tokens:, channel].reshape(old, old))
         expected = np.asarray(grid.resize((new, new), Image.Resampling.BICUBIC))
         actual = resized[0, tokens:, channel].reshape(new, new)
-        np.testing.assert_allclose(actual, expected, atol=2e-5)
+        assert_allclose(actual, expected, atol=2e-5)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import fdc_jax
 from fdc_jax.data.batches import ByteCache, evaluation_images
@@ -93,11 +94,11 @@ def test_encoder_before_a_task_is_kept_with_the_newest(cache, tmp_path, name):
     before = fdc_jax.open_run(tmp_path / "run")
     images = evaluation_images(before.tasks.train, before.tasks.train_indices[1], 32)
     saved = np.load(tmp_path / "run" / "features" / "train_previous_1.npy")
-    np.testing.assert_allclose(before.features(images, 1), saved, atol=1e-5)
+    assert_allclose(before.features(images, 1), saved, atol=1e-5)
     run(fields, tmp_path / "run")
     after = fdc_jax.open_run(tmp_path / "run")
     assert np.abs(after.features(images, 2) - saved).max() > 1e-3
-    np.testing.assert_array_equal(after.features(images, 0), before.features(images, 0))
+    assert_array_equal(after.features(images, 0), before.features(images, 0))
     with pytest.raises(InputError, match=r"keeps no encoder but its newest: .* found E_1"):
         after.encoder(1)
     # The first head was aligned again, and a fit of what was saved predicts with the final ones.
@@ -105,8 +106,8 @@ def test_encoder_before_a_task_is_kept_with_the_newest(cache, tmp_path, name):
     assert [task.final_head is None for task in feature_files.load(folder).tasks] == [False, True]
     assert posthoc.main([str(folder), f"--output={output}", "--quiet"]) == 0
     with np.load(output) as again:
-        np.testing.assert_array_equal(again["raw_label"], after.predictions["raw_label"])
-        np.testing.assert_array_equal(again["label"], after.predictions["fdc_label"])
+        assert_array_equal(again["raw_label"], after.predictions["raw_label"])
+        assert_array_equal(again["label"], after.predictions["fdc_label"])
 
 
 def test_every_step_is_taken_once(finished_run):
@@ -162,7 +163,7 @@ def test_caching_and_evaluation_on_the_way_have_no_effect(finished_run, cache, t
     assert [point["task"] for point in actual["curve"]] == [1]
     assert actual["accuracy"] == results(finished_run)["accuracy"]
     for name, column in predictions(finished_run).items():
-        np.testing.assert_array_equal(predictions(tmp_path / "run")[name], column)
+        assert_array_equal(predictions(tmp_path / "run")[name], column)
     cached = [event["pretrained_from_cache"] for event in events(tmp_path / "run", "statistics")]
     assert cached == [1.0, 1.0]
 

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from fdc_jax.errors import InputError
 from fdc_jax.run.loggers import Loggers
@@ -42,12 +43,12 @@ def test_tensorboard_has_each_event_once_after_a_stop(cache, tmp_path):
     actual, epochs = scalars(folder), events(folder, "epoch")
     assert [step for step, _ in actual["epoch/loss"]] == [1, 2, 3, 4]
     losses = [epoch["loss"] for epoch in epochs.values()]
-    np.testing.assert_allclose([value for _, value in actual["epoch/loss"]], losses, rtol=1e-6)
+    assert_allclose([value for _, value in actual["epoch/loss"]], losses, rtol=1e-6)
     first, last = events(folder, "evaluation").values()
     for name in ("raw", "fdc", "gaussians"):
         accuracies = [first["accuracy"][name], last["accuracy"][name]]
         values = [value for _, value in actual[f"evaluation/accuracy/{name}"]]
-        np.testing.assert_allclose(values, accuracies, rtol=1e-6)
+        assert_allclose(values, accuracies, rtol=1e-6)
         with np.load(folder / "predictions.npz") as columns:
             earlier = np.mean(columns[f"{name}_task"] < columns["task"])
         shares = [value for _, value in actual[f"confusion/earlier/{name}"]]

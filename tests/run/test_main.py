@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from fdc_jax import command, evaluation
 from fdc_jax.errors import InputError
@@ -103,10 +104,10 @@ def test_predictions_give_the_accuracies_of_the_results(finished_run):
         assert 100 * np.mean(columns[f"{name}_task"] == columns["task"]) == pytest.approx(share)
         right = columns[f"{name}_label"] == columns["label"]
         by_task = evaluation.task_accuracies(columns["task"], right)
-        np.testing.assert_allclose(record["curve"][-1]["task_accuracy"][name], by_task)
+        assert_allclose(record["curve"][-1]["task_accuracy"][name], by_task)
     # Five classes a task, in class order.
     for label, task in (("label", "task"), ("oracle_label", "task"), ("fdc_label", "fdc_task")):
-        np.testing.assert_array_equal(columns[label] // 5, columns[task])
+        assert_array_equal(columns[label] // 5, columns[task])
 
 
 def test_saved_features_and_calibrator_repeat_the_results(finished_run, tmp_path):
@@ -120,12 +121,8 @@ def test_saved_features_and_calibrator_repeat_the_results(finished_run, tmp_path
         ]
         assert posthoc.main(arguments) == 0
         with np.load(output) as again:
-            np.testing.assert_array_equal(
-                again["raw_label"], predictions(finished_run)["raw_label"]
-            )
-            np.testing.assert_array_equal(
-                again["label"], predictions(finished_run)[f"{name}_label"]
-            )
+            assert_array_equal(again["raw_label"], predictions(finished_run)["raw_label"])
+            assert_array_equal(again["label"], predictions(finished_run)[f"{name}_label"])
 
 
 def test_a_finished_run_is_shown_again_with_its_report(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 from PIL import Image
 
 import fdc_jax
@@ -144,7 +145,7 @@ def test_grown_run_equals_a_run_of_all_classes(finished_run, grown):
         actual, reference = (
             np.load(workdir / "features" / name) for workdir in (end, finished_run)
         )
-        np.testing.assert_array_equal(actual, reference, err_msg=name)
+        assert_array_equal(actual, reference, err_msg=name)
     # What was measured early stays as it was, to the byte.
     assert small_runs.results(amid)["curve"] == small_runs.results(end)["curve"][:2]
     for name in ("tasks/task_000.json", "features/train_adapted_0.npy"):
@@ -179,7 +180,7 @@ def test_without_its_data_a_run_opens_and_names_photographs(
     images = [root / f"trees/test/{name}/{n}.png" for name in ALL for n in (6, 7, 8)]
     answers = run.predict(images, method="fdc")
     expected = np.array(ALL)[run.predictions["fdc_label"]]
-    np.testing.assert_array_equal(answers["class"], expected)
+    assert_array_equal(answers["class"], expected)
 
 
 REFUSED = [

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from PIL import Image
 
 import fdc_jax
@@ -31,24 +32,22 @@ def test_a_finished_run_is_opened_without_a_change(finished_run, cache):
     assert (images.shape, images.dtype) == ((3, 32, 32, 3), np.uint8)
     for name, t in (("test_adapted", 2), ("test_pretrained", 0)):
         expected = np.load(finished_run / "features" / f"{name}.npy")[rows]
-        np.testing.assert_allclose(run.features(images, t), expected, atol=1e-5)
+        assert_allclose(run.features(images, t), expected, atol=1e-5)
     # Both are by E_1: of the first task after it, of the second one before it.
     tasks = run.tasks
     for task, name in enumerate(("train_adapted_0", "train_previous_1")):
         images = evaluation_images(tasks.train, tasks.train_indices[task][:4], 32)
         saved = np.load(finished_run / "features" / f"{name}.npy")
-        np.testing.assert_allclose(run.features(images, 1), saved[:4], atol=1e-5)
+        assert_allclose(run.features(images, 1), saved[:4], atol=1e-5)
     assert not (finished_run / "features" / "train_previous_0.npy").exists()
     adapted, pretrained = (
         np.load(finished_run / "features" / f"test_{view}.npy")
         for view in ("adapted", "pretrained")
     )
     fdc = run.calibrator("fdc")
-    np.testing.assert_array_equal(
-        fdc.score(adapted, pretrained).label, run.predictions["fdc_label"]
-    )
+    assert_array_equal(fdc.score(adapted, pretrained).label, run.predictions["fdc_label"])
     for head, other in zip(run.heads(), fdc.heads, strict=True):
-        np.testing.assert_array_equal(head.weight, other.weight)
+        assert_array_equal(head.weight, other.weight)
     with pytest.raises(InputError, match="expected E_0 to E_2, found E_3"):
         run.encoder(3)
     assert contents(finished_run) == before
@@ -122,7 +121,7 @@ def test_a_run_of_an_earlier_version_is_opened_and_goes_on(finished_run, cache, 
     assert {name: fields[name] for name in later} == {name: saved[name] for name in later}
     images = run.test_images(np.arange(3))
     expected = fdc_jax.open_run(finished_run).features(images, 2)
-    np.testing.assert_array_equal(run.features(images, 2), expected)
+    assert_array_equal(run.features(images, 2), expected)
     (copy / "results.json").unlink()
     small_runs.run(small_runs.config(cache), copy)
     small_runs.same_outcome(finished_run, copy)

@@ -7,6 +7,7 @@ import socket
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from tests import small_runs
 from tests.small_runs import events, finish, nothing_done_twice, same_outcome, start, wait_for
@@ -40,18 +41,16 @@ def nearly_same(actual, expected):
     for name in names:
         first, second = (np.load(folder / "features" / name) for folder in (actual, expected))
         if second.dtype.kind == "f":
-            np.testing.assert_allclose(
-                first, second, atol=1e-4 * np.abs(second).max(), err_msg=name
-            )
+            assert_allclose(first, second, atol=1e-4 * np.abs(second).max(), err_msg=name)
         else:
-            np.testing.assert_array_equal(first, second, err_msg=name)
+            assert_array_equal(first, second, err_msg=name)
     first, second = small_runs.results(actual), small_runs.results(expected)
     for name in ("num_tasks", "num_train_images", "num_test_images", "fdc_storage_bytes"):
         assert first[name] == second[name]
     counted = "test_extraction_images"
     assert first["timing"][counted] == second["timing"][counted]
     first, second = small_runs.predictions(actual), small_runs.predictions(expected)
-    np.testing.assert_array_equal(first["label"], second["label"])
+    assert_array_equal(first["label"], second["label"])
     # Of sixty images one may lie on an edge.
     for name in ("fdc_label", "raw_label"):
         assert (first[name] != second[name]).sum() <= 1

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+from numpy.testing import assert_array_equal
 
 import fdc_jax
 from fdc_jax import predict
@@ -32,9 +33,9 @@ def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, finished_run, 
     labels = np.concatenate([task.labels for task in saved.tasks])
     means = np.stack([train[labels == label].mean(axis=0) for label in range(10)])
     distances = np.linalg.norm(saved.test_adapted[:, None] - means, axis=2)
-    np.testing.assert_array_equal(predictions(frozen)["raw_label"], distances.argmin(axis=1))
+    assert_array_equal(predictions(frozen)["raw_label"], distances.argmin(axis=1))
     known = np.load(finished_run / "features" / "test_pretrained.npy")
-    np.testing.assert_array_equal(saved.test_adapted, known)
+    assert_array_equal(saved.test_adapted, known)
     run = fdc_jax.open_run(frozen)
     files = small_runs.test_files(run, tmp_path / "images")
     assert run.predict(files)["class"].tolist() == [
