@@ -96,9 +96,8 @@ def test_results_of_calibrators_are_measured_side_by_side():
     shares = np.array(shares) * 3 / 100
     assert_allclose(shares, [1, 2, 2, 1, 1, 1, 0])
     columns = evaluation.predictions(both, labels, tasks)
-    assert columns.keys() == {
-        *("label", "task", "oracle_label", "raw_label", "raw_task", "ncm_label", "ncm_task")
-    }
+    names = "label task oracle_label raw_label raw_task ncm_label ncm_task"
+    assert columns.keys() == {*names.split()}
     assert columns["oracle_label"].tolist() == [0, 2, 2]
     # Of a task without images there is no accuracy.
     later = evaluation.measure(both, np.array([2, 2, 3]), np.array([1, 1, 1]))

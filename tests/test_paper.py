@@ -34,7 +34,7 @@ def dry_run(monkeypatch, capsys, *arguments):
 def rows(plan):
     """Returns the cells of the rows of a plan up to the state."""
     lines = plan.partition("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.split("  ") if cell.strip()][:5] for line in lines]
+    return [re.split(r" {2,}", line.strip())[:5] for line in lines]
 
 
 def test_the_plan_has_135_runs_the_most_valuable_first(tmp_path, monkeypatch, capsys):

@@ -55,8 +55,17 @@ def test_the_readme_is_short():
 
 def test_every_command_of_the_pages_is_of_a_tested_kind():
     known = (
-        *("-m venv", "pip install", "main.py", "-m pytest", "-m fdc_jax", "-m benchmarks."),
-        *("bin/ruff", "bin/pyright", "bin/mkdocs", "bin/lint-imports", "jupyter nbconvert"),
+        "-m venv",
+        "pip install",
+        "main.py",
+        "-m pytest",
+        "-m fdc_jax",
+        "-m benchmarks.",
+        "bin/ruff",
+        "bin/pyright",
+        "bin/mkdocs",
+        "bin/lint-imports",
+        "jupyter nbconvert",
     )
     for page, text in PAGES.items():
         for line in commands(text):

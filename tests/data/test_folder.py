@@ -38,16 +38,18 @@ def write(tmp_path, photo):
 @pytest.fixture
 def photos(write):
     """A folder of classes, not divided."""
-    names = [f"{name}/{n}.jpg" for name, count in CLASSES.items() for n in range(count)]
-    return write("photos", *names)
+    for name, count in CLASSES.items():
+        root = write("photos", *(f"{name}/{number}.jpg" for number in range(count)))
+    return root
 
 
 @pytest.fixture
 def divided(write):
     """The same in train/CLASS and test/CLASS: the first two of a class are for testing."""
-    splits = {name: ["test", "test", *["train"] * (n - 2)] for name, n in CLASSES.items()}
-    names = [f"{s}/{name}/{n}.jpg" for name in splits for n, s in enumerate(splits[name])]
-    return write("divided", *names)
+    for name, count in CLASSES.items():
+        for number in range(count):
+            root = write("divided", f"{'train' if number > 1 else 'test'}/{name}/{number}.jpg")
+    return root
 
 
 @pytest.fixture
@@ -117,7 +119,8 @@ def test_hidden_files_and_system_folders_are_skipped(divided, opened, write):
     assert train.skipped.paths == {
         "hidden files and folders of systems": [
             *sorted(f"train/{name}" for name in systems),
-            *("train/ant/._0.jpg", "train/ant/.hidden.png"),
+            "train/ant/._0.jpg",
+            "train/ant/.hidden.png",
         ],
         "images of a class in folders below it": ["train/ant/deep/9.jpg"],
     }
@@ -263,8 +266,8 @@ def swap_by_copy(first, second):
 @pytest.mark.parametrize("swap", [swap_by_name, swap_contents, swap_by_copy])
 @pytest.mark.parametrize("same_dates", [False, True])
 def test_swapped_images_of_equal_size_are_noticed(write, opened, swap, same_dates):
-    names = [f"{name}/{n}.bmp" for name in ("train/ant", "train/bee") for n in (0, 1)]
-    root = write("bitmaps", *names, "test/ant/2.bmp", "test/bee/2.bmp")
+    for name in ("ant", "bee"):
+        root = write("bitmaps", f"train/{name}/0.bmp", f"train/{name}/1.bmp", f"test/{name}/2.bmp")
     for path in root.rglob("*.bmp"):
         if same_dates:
             os.utime(path, ns=(10**18, 10**18))

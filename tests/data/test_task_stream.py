@@ -31,11 +31,8 @@ def build(train, test, seed, known=task_stream.NOTHING, **fields):
 
 
 def test_a_stream_numbers_classes_as_they_arrive(plain_source):
-    stream = build(
-        *(plain_source(23), plain_source(11), 4),
-        classes_per_task=2,
-        train_per_class=3,
-    )
+    fields = dict(classes_per_task=2, train_per_class=3)
+    stream = build(plain_source(23), plain_source(11), 4, **fields)
     order = benchmarks.class_order(5, 4)
     assert stream.class_names == [str(label) for label in order]
     assert stream.classes_per_task == (2, 2, 1) and stream.first_position.tolist() == [0, 2, 4]

@@ -12,8 +12,12 @@ from fdc_jax.machine import devices
 @pytest.mark.parametrize(
     ("platform", "capability", "expected"),
     [
-        *(("gpu", "9.0", True), ("gpu", "12.0", True), ("gpu", "7.5", False)),
-        *(("gpu", "gfx90a", False), ("tpu", "", False), ("cpu", "", False)),
+        ("gpu", "9.0", True),
+        ("gpu", "12.0", True),
+        ("gpu", "7.5", False),
+        ("gpu", "gfx90a", False),
+        ("tpu", "", False),
+        ("cpu", "", False),
     ],
 )
 def test_fused_attention_runs_on_recent_gpus_of_nvidia(platform, capability, expected):

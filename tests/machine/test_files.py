@@ -232,11 +232,17 @@ def test_without_locks_of_the_file_system_a_warning_is_logged(tmp_path, monkeypa
     assert "the file system has no locks" in caplog.text
 
 
+def run_with_limit(blocks, script, argument):
+    """Runs Python with a limit on the size of files, which stands for a full disk."""
+    shell = f'trap "" XFSZ; ulimit -f {blocks}; exec "$@"'
+    command = ["bash", "-c", shell, "-", sys.executable, "-c", script, argument]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def test_a_full_disk_is_named_when_a_lock_is_taken(tmp_path):
     script = "import pathlib, sys; from fdc_jax.machine.files import locked\n"
     script += "with locked(pathlib.Path(sys.argv[1])): pass"
-    limit = ["bash", "-c", 'trap "" XFSZ; ulimit -f 0; exec "$@"', "-", sys.executable, "-c"]
-    done = subprocess.run([*limit, script, tmp_path / ".lock"], capture_output=True, text=True)
+    done = run_with_limit(0, script, tmp_path / ".lock")
     assert done.stderr.splitlines()[-1].endswith(
         f"cannot write {tmp_path / '.lock.holder'}: File too large"
     )
@@ -285,9 +291,7 @@ for suffix in ("npy", "npz", "safetensors", "json"):
 
 
 def test_a_full_disk_is_named_whatever_is_written(tmp_path):
-    # A limit on the size of files stands for the full disk.
-    limit = ["bash", "-c", 'trap "" XFSZ; ulimit -f 100; exec "$@"', "-", sys.executable, "-c"]
-    done = subprocess.run([*limit, FULL, tmp_path], capture_output=True, text=True)
+    done = run_with_limit(100, FULL, tmp_path)
     assert done.stdout.splitlines() == ["File too large"] * 4, done.stderr
     assert not any(tmp_path.iterdir())
 
@@ -398,13 +402,16 @@ def test_only_regular_files_are_opened(tmp_path, kind):
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
     (tmp_path / "x").write_text(text)
-    for read in (read_npy, read_npz, read_safetensors):
+
+    def decode(path):
+        images.decode(folder.content(path), "x")
+
+    def unpack(path):
+        archive.unpack(path, tmp_path / "cache")
+
+    for read in (read_npy, read_npz, read_safetensors, decode, unpack):
         with pytest.raises(InputError, match="it is a pointer of Git LFS: run git lfs pull"):
             read(tmp_path / "x")
-    with pytest.raises(InputError, match="it is a pointer of Git LFS: run git lfs pull"):
-        images.decode(folder.content(tmp_path / "x"), "x")
-    with pytest.raises(InputError, match="it is a pointer of Git LFS: run git lfs pull"):
-        archive.unpack(tmp_path / "x", tmp_path / "cache")
 
 
 def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):

@@ -110,7 +110,10 @@ def test_small_updates_reach_the_product_in_low_precision(operands):
     x = jnp.asarray(x, jnp.bfloat16)
     actual, pull = jax.vjp(
         lambda x, w, a, b: operations.product_with_updates(x, w, ({"A": a, "B": b},), HIGHEST),
-        *(x, kernel, a, b),
+        x,
+        kernel,
+        a,
+        b,
     )
     assert actual.dtype == jnp.bfloat16
     merged = jnp.asarray(kernel + a @ b, jnp.bfloat16)

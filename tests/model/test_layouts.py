@@ -100,7 +100,7 @@ SLOW = ("timm_dinov2_gated", "timm_gap", "hf_mae", "hf_dinov3_gated")
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=[pytest.mark.slow] * (family in SLOW)) for family in EXPECTED],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in EXPECTED],
 )
 def test_features_equal_those_of_the_library(family):
     added = encoders.increment()

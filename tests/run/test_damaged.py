@@ -67,7 +67,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_of_an_export_fit_its_learner(finished_run, tmp_path, kind):
-    export.write(finished_run, out := tmp_path / "out")
+    out = tmp_path / "out"
+    export.write(finished_run, out)
     arrays = read_safetensors(out / "merged.safetensors")
     KINDS[kind](arrays, min(arrays))
     write_safetensors(out / "merged.safetensors", arrays)

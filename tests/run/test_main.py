@@ -94,8 +94,16 @@ def test_predictions_give_the_accuracies_of_the_results(finished_run):
     record, columns = results(finished_run), predictions(finished_run)
     assert columns.pop("class_names").tolist() == record["class_names"]
     assert columns.keys() == {
-        *("label", "raw_label", "fdc_label", "oracle_label", "fdc_oracle_label"),
-        *("task", "raw_task", "fdc_task", "gaussians_label", "gaussians_task"),
+        "label",
+        "raw_label",
+        "fdc_label",
+        "oracle_label",
+        "fdc_oracle_label",
+        "gaussians_label",
+        "task",
+        "raw_task",
+        "fdc_task",
+        "gaussians_task",
     }
     for name, share in record["accuracy"].items():
         right = columns[f"{name}_label"] == columns["label"]
@@ -197,9 +205,8 @@ def test_five_frames_lead_from_the_command_to_the_task_loop(tmp_path, cache):
     _, errors = finish(process, expected=4)
     files = [Path(file) for file in re.findall('File "(.*)", line', errors)]
     files_of_the_package = [file.name for file in files if "site-packages" not in file.parts]
-    assert files_of_the_package[: files_of_the_package.index("experiment.py") + 1] == [
-        *("main.py", "command.py", "seeds.py", "seeds.py", "experiment.py")
-    ]
+    loop = files_of_the_package.index("experiment.py")
+    assert files_of_the_package[:loop] == ["main.py", "command.py", "seeds.py", "seeds.py"]
 
 
 def test_a_command_line_gives_a_configuration():

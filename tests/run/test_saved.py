@@ -224,10 +224,8 @@ def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path,
     image = shutil.copy(images / "test" / "0" / "0.png", known)
     variables = {"FDC_JAX_CACHE": str(known / "cache")}
     environment = {name: value for name, value in os.environ.items() if "COMPILATION" not in name}
-    printed = small_runs.python(
-        *("-c", COMMANDS, folder, known, stranger, image, compiled),
-        env=environment | variables,
-    )
+    command = ("-c", COMMANDS, folder, known, stranger, image, compiled)
+    printed = small_runs.python(*command, env=environment | variables)
     assert printed.splitlines()[-1] == "[0, 0, 0, 2]"  # The images of latency are to be named.
     assert (known / "cache").stat().st_mode & 0o777 == 0o700
     assert "needs the images of" in (known / "report" / "report.html").read_text()
