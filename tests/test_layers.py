@@ -21,13 +21,13 @@ LAYOUT = {
 LIMITS = {
     "calibration": 27_150,
     "data": 14_040,
-    "features": 3_330,
+    "features": 3_470,
     "learners": 19_950,
     "machine": 7_635,
     "model": 10_940,
     "package": 17_580,
-    "posthoc": 3_660,
-    "report": 20_840,
+    "posthoc": 3_380,
+    "report": 20_970,
     "run": 21_030,
 }
 

@@ -131,8 +131,12 @@ class FeatureSet(NamedTuple):
 # Reading -----------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str]) -> FeatureSet:
+def load(path: str | os.PathLike[str], renumbered: bool = False) -> FeatureSet:
     """Reads a feature file, an `.npz` or a folder. `FeatureSet.check` checks values of arrays.
+
+    Args:
+        path: the file.
+        renumbered: count classes from 0 in the order of tasks, as runs do.
 
     Raises:
         InputError: the file is damaged; an array is unknown, missing or superfluous, or has another
@@ -142,7 +146,7 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
     path = named_path("features", path)
     arrays = ArrayFolder(path) if path.is_dir() else read_npz(path, _num_tasks)
     with errors_of(path):
-        return _feature_set(arrays)
+        return _feature_set(arrays, renumbered)
 
 
 @contextlib.contextmanager
@@ -159,7 +163,7 @@ def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
         raise type(error)(f"{path}: {_NAME.sub(array, str(error))}") from error
 
 
-def _feature_set(arrays: Arrays) -> FeatureSet:
+def _feature_set(arrays: Arrays, renumbered: bool) -> FeatureSet:
     count = _num_tasks(arrays)
     _check_complete(arrays, count)
     classes = []
@@ -171,8 +175,9 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
         inputs.check_new(classes[t], name, classes[:t])
     if (kind := str(arrays.get("head_kind", "linear"))) not in _TYPES:
         raise InputError(did_you_mean("head_kind", kind, _TYPES))
-    tasks = Tasks(arrays, [_small(arrays, t, classes, kind) for t in range(count)])
-    test, labels = _features(arrays, "test_adapted"), None
+    tasks = [_small(arrays, t, classes, kind) for t in range(count)]
+    test = _features(arrays, "test_adapted")
+    labels = None
     if "test_labels" in arrays:
         labels = inputs.label_array(arrays["test_labels"], "test_labels")
         inputs.same_length(labels, test, "test_labels", "test_adapted")
@@ -180,7 +185,20 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
             row = int(np.argmin(known))
             raise InputError(f"test_labels: row {row} is label {labels[row]}, no class of any task")
     pretrained = _features(arrays, "test_pretrained", test, "test_adapted")
-    return FeatureSet(tasks, test, pretrained, labels)
+    if renumbered:
+        order = np.concatenate(classes)
+        tasks = [
+            task._replace(labels=_positions(order, task.labels), classes=_positions(order, own))
+            for task, own in zip(tasks, classes, strict=True)
+        ]
+        labels = None if labels is None else _positions(order, labels)
+    return FeatureSet(Tasks(arrays, tasks), test, pretrained, labels)
+
+
+def _positions(order: Int[np.ndarray, " c"], labels: Any) -> Int[np.ndarray, " n"]:
+    """Returns the index of each label in the order of classes."""
+    sorter = np.argsort(order)
+    return sorter[np.searchsorted(order, np.asarray(labels), sorter=sorter)].astype(np.int32)
 
 
 def _num_tasks(names: Iterable[str]) -> int:

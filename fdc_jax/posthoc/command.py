@@ -3,7 +3,6 @@
 import argparse
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -131,13 +130,14 @@ def _settings(
 
 
 def _outcomes(
-    file: Path, names: Sequence[str], settings: Mapping[str, Any]
+    file: Path, names: Sequence[str], settings: Mapping[str, Any], renumbered: bool = False
 ) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
     """Returns a file's features, outcomes by method, and reasons why others do not apply.
 
     Raises InputError if an array is damaged, whatever the methods, or if no method applies.
     """
-    features, outcomes, refused = feature_files.load(file), {}, {}
+    features = feature_files.load(file, renumbered)
+    outcomes, refused = {}, {}
     with feature_files.errors_of(file):
         features.check()
     for name in dict.fromkeys(("raw", *names)):
@@ -162,31 +162,45 @@ def _report(
     settings: Mapping[str, Any],
     sweep: Mapping[str, list[Any]],
 ) -> None:
-    """Writes a report about files as seeds, and prints its tables."""
+    """Prints tables of files as seeds, and writes a report about them."""
     from fdc_jax import learners, report
     from fdc_jax.posthoc import seeds  # which imports the modules of runs and reports
+    from fdc_jax.report import console, runs, tables
 
     learner = options.name.strip()
     if not learner or learner != escaped(learner) or learner in learners.names():
         raise InputError(f"--name: expected a name of your own, found {escaped(options.name)!r}")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) if options.output is None else named_path("--output", options.output)
-        check_writable_folder("--output", folder)
-        folders = [folder / f"seed_{seed}" for seed in range(1, len(files) + 1)]
-        benchmark, sizes = "+".join(dict.fromkeys(file.stem for file in files)), ""
-        for seed, file in enumerate(files, 1):
-            features, outcomes, refused = _outcomes(file, names, settings)
-            sizes = sizes or _sizes(features)
-            if (other_sizes := _sizes(features)) != sizes:
-                raise InputError(f"{file}: expected {sizes} as in {files[0]}, found {other_sizes}")
-            for method, reason in refused.items():
-                _LOGGER.warning(f"{method}: not applicable: {reason}")
-            seeds.write_run(folders[seed - 1], learner, benchmark, seed, file, features, outcomes)
-        if not options.quiet:
-            tables = [*["ablation"] * options.components, *["sweeps"] * bool(sweep)]
-            seeds.show(folders, sweep, tables)
-        if options.output is not None:
-            report.write(folders, folder, sweep=sweep, quiet=options.quiet)
+    output = None
+    if options.output is not None:
+        output = named_path("--output", options.output)
+        check_writable_folder("--output", output)
+    benchmark = "+".join(dict.fromkeys(file.stem for file in files))
+    members, sizes = [], ""
+    for seed, file in enumerate(files, 1):
+        labels = [task.classes for task in feature_files.load(file).tasks]
+        features, outcomes, refused = _outcomes(file, names, settings, renumbered=True)
+        sizes = sizes or _sizes(features)
+        if (other_sizes := _sizes(features)) != sizes:
+            raise InputError(f"{file}: expected {sizes} as in {files[0]}, found {other_sizes}")
+        for method, reason in refused.items():
+            _LOGGER.warning(f"{method}: not applicable: {reason}")
+        of = {"benchmark": benchmark, "learner": learner, "seed": seed}
+        order = np.concatenate(labels)
+        members.append(seeds.feature_run(of, file, features, order, outcomes))
+    group = runs.analyse(runs.group(members)[0], sweep)
+    if not options.quiet:
+        console.show(group)
+        for reason in group.missing:
+            print(reason)
+        shown = {"ablation": options.components, "sweeps": bool(sweep)}
+        for table in tables.build([group]):
+            if shown.get(table.name):
+                print(f"\n{table.to_text()}", end="")
+    if output is not None:
+        for folder in seeds.removed(output):
+            _LOGGER.warning(f"{folder}: removed; an earlier version made it for its report")
+        report.write_groups([group], output, quiet=options.quiet)
+        write_json(output / "results.json", runs.summary(group))
 
 
 def _of_one_file(

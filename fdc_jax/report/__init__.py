@@ -9,7 +9,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from fdc_jax.errors import InputError, counted, displayed
 from fdc_jax.machine.files import (
@@ -23,7 +24,12 @@ from fdc_jax.machine.files import (
 )
 from fdc_jax.machine.versions import versions
 
+if TYPE_CHECKING:  # Both import plotting.
+    from fdc_jax.report.runs import Group
+    from fdc_jax.report.tables import Table
+
 _SOURCES = "sources.json"
+_PATIENCE = 10  # seconds without a progress bar
 # Files of a run whose content is in a report.
 _FILES = (
     "config.json",
@@ -67,7 +73,7 @@ def write(
     import tqdm
 
     from fdc_jax.machine import devices
-    from fdc_jax.report import classes, figures, page, pictures, reference, runs, tables
+    from fdc_jax.report import reference, runs, tables
 
     devices.keep_programs(user_cache())
 
@@ -89,33 +95,58 @@ def write(
         raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {first}")
     for path, lines in compared.values():
         reference.check_matches(path, lines, {(group.benchmark, group.learner) for group in groups})
-    progress = tqdm.tqdm(groups, "analyses", disable=hidden, leave=False)
+    progress = tqdm.tqdm(groups, "analyses", disable=hidden, leave=False, delay=_PATIENCE)
     groups = [runs.analyse(group, sweep) for group in progress]
     for group in groups:
         for reason in group.missing:
             say(f"{group.name}: {reason}")
         runs.write_summary(group)
-    built = tables.build(groups)
-    built += [tables.of_reference(path, lines, groups) for path, lines in compared.values()]
+    compared = [tables.of_reference(path, lines, groups) for path, lines in compared.values()]
+    page = write_groups(groups, folder, compared, skipped, quiet)
+    write_json(folder / _SOURCES, made_from)
+    return page
+
+
+def write_groups(
+    groups: "Sequence[Group]",
+    folder: Path,
+    compared: "Sequence[Table]" = (),
+    skipped: Mapping[Path, str] = MappingProxyType({}),
+    quiet: bool = False,
+) -> Path:
+    """Writes the report about groups of runs; returns the path of its page.
+
+    Args:
+        groups: with their analyses, see `runs.analyse`.
+        folder: of the report.
+        compared: tables of references.
+        skipped: reasons by folder that cannot be used.
+        quiet: print nothing.
+    """
+    from fdc_jax.report import classes, figures, page, pictures, tables
+
+    built = [*tables.build(groups), *compared]
     for table in built:
         table.write(folder / "tables")
     drawn = figures.draw(groups)
     for drawing in drawn:
         figures.write(drawing, folder / "figures")
     by_class = [classes.load(group) for group in groups]
-    if len(groups) == 1 and by_class[0]:
+    if len(groups) == 1 and by_class[0] and groups[0].has_images:
         by_class = [classes.with_pictures(by_class[0], groups[0])]
     for number, (group, of) in enumerate(zip(groups, by_class, strict=True), 1):
         if of:
             write_text(folder / f"classes_{number}.html", page.render_classes(group, of))
-    shown = [pictures.load(group.runs[0]) for group in groups]
+    shown = [
+        pictures.load(group.runs[0]) if group.has_images else pictures.Pictures()
+        for group in groups
+    ]
     text = page.render(groups, skipped, built, drawn, shown, by_class)
     write_text(folder / "report.html", text)
-    write_json(folder / _SOURCES, made_from)
     if not quiet:
         count = sum(len(group.runs) for group in groups)
-        counts = counted(count, "run"), counted(len(groups), "group")
-        print(f"{' in '.join(counts)}: {folder / 'report.html'}")
+        texts = counted(count, "run"), counted(len(groups), "group")
+        print(f"{' in '.join(texts)}: {folder / 'report.html'}")
     return folder / "report.html"
 
 

@@ -78,7 +78,8 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], pd.Data
     Raises:
         InputError: the run has no saved features, or no labels with them.
     """
-    folder, config = run.folder / "features", run.results.config
+    folder = run.features_folder
+    config = run.results.config
     fields = [name for name in Settings.__struct_fields__ if f"fdc.{name}" in config]
     settings = {name: config[f"fdc.{name}"] for name in fields}
     results = _kept(_diagnosed, folder, settings, (*_OF_EVERY_SEED, *_OF_THE_FIRST * first))
@@ -98,8 +99,9 @@ def untrained(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
 
     Empty if the run has no saved features of E_0 for its predictions.
     """
-    folder = run.folder / "features"
-    if not ((folder / "test_pretrained.npy").exists() and run.predictions_file.exists()):
+    folder = run.features_folder
+    saved = folder.is_file() or (folder / "test_pretrained.npy").exists()
+    if not (saved and run.predictions_file.exists()):
         return {}
     true, labels = _kept(_untrained, folder)
     return labels if np.array_equal(true, run.predictions["label"]) else {}
@@ -119,7 +121,8 @@ def _code() -> str:
 
 def _kept(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     """Returns `function(folder, *arguments)`, from the cache if features and code are the same."""
-    states = {path.name: file_state(path) for path in sorted(folder.glob("*.npy"))}
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.npy"))
+    states = {path.name: file_state(path) for path in files}
     folder = folder.absolute()
     try:
         with warnings.catch_warnings():
@@ -137,9 +140,9 @@ def _called(
 
 
 def _features(folder: Path) -> FeatureSet:
-    if not (folder / "test_adapted.npy").exists():
+    if not (folder.is_file() or (folder / "test_adapted.npy").exists()):
         raise InputError("no saved features; the run had save_features off")
-    features = feature_files.load(folder)
+    features = feature_files.load(folder, renumbered=True)
     if features.test_labels is None:
         raise InputError("test_labels: absent from the saved features")
     return features

@@ -127,7 +127,7 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
 def _unlike(run: Any, count: int) -> Int[np.ndarray, " k"]:
     """Returns rows of images unlike anything learned, least typical first; empty if unknown."""
     names = [n for n in run.results.accuracy if n in METHODS and METHODS[n].gives_confidence]
-    paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
+    paths = [run.features_folder / f"test_{view}.npy" for view in ("adapted", "pretrained")]
     if names and paths[0].exists():
         try:
             views = [read_npy(path) for path in paths if path.exists()]

@@ -74,7 +74,7 @@ def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict
         "notes": console.notes(group),
         "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],
         "drawings": [drawing for drawing in drawings if drawing.groups == [group]],
-        "images": _has_images(group),
+        "images": group.has_images,
         "known": paper.benchmark_title(group.benchmark) != group.benchmark,
         "pictures": shown,
         "provenance": json.dumps(provenance, indent=1, ensure_ascii=False),
@@ -86,7 +86,7 @@ def render_classes(group: Group, classes: Classes) -> str:
     position = {label: index for index, label in enumerate(classes.order)}
     title = _title(group.learner, group.benchmark, group.best)
     best = _answering(group.best)
-    material = {"classes": classes, "images": _has_images(group)}
+    material = {"classes": classes, "images": group.has_images}
     return _fill("classes", title=title, best=best, position=position, **material)
 
 
@@ -116,11 +116,6 @@ def _templates() -> jinja2.Environment:
     for function in (_inline, _bar, _breakable, _subscripts, formatting.minus, counted):
         environment.filters[function.__name__.lstrip("_")] = function
     return environment
-
-
-def _has_images(group: Group) -> bool:
-    """Returns False if `fdc posthoc` made the runs, from features."""
-    return group.results.encoder is not None
 
 
 def _answering(method: str) -> str:

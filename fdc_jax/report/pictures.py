@@ -99,7 +99,7 @@ def _evidence(
     run: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
 ) -> list[list[Evidence]]:
     """Returns the evidence by row; empty if the calibrator now predicts another task."""
-    paths = [run.folder / "features" / f"test_{view}.npy" for view in ("adapted", "pretrained")]
+    paths = [run.features_folder / f"test_{view}.npy" for view in ("adapted", "pretrained")]
     views = [read_npy(path)[rows] for path in paths if path.exists()]
     try:
         terms = run.calibrator(FDC.name).terms(*views) if paths[0].exists() else None

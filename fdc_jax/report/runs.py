@@ -51,6 +51,11 @@ class Group:
         return self.runs[0].results
 
     @property
+    def has_images(self) -> bool:
+        """False if the numbers come from features (`fdc posthoc`)."""
+        return self.results.encoder is not None
+
+    @property
     def seeds(self) -> list[int]:
         """Training seeds."""
         return [run.results.seed for run in self.runs]
@@ -299,8 +304,12 @@ def write_summary(group: Group) -> None:
     """Writes `results.json` of all seeds beside the folders of the seeds, if all share a parent."""
     folders = {run.folder.absolute().parent for run in group.runs}
     standard = all(run.folder.name == f"seed_{run.results.seed}" for run in group.runs)
-    if not standard or len(folders) > 1 or len(group.runs) < 2:
-        return
+    if standard and len(folders) == 1 and len(group.runs) > 1:
+        write_json(folders.pop() / "results.json", summary(group))
+
+
+def summary(group: Group) -> dict[str, Any]:
+    """Returns names and versions of a group, and every number by its name, also by seed."""
     fields = ("benchmark", "learner", "class_order_seed", "num_tasks", "num_classes", "versions")
     summary = {name: getattr(group.results, name) for name in fields}
     summary["config"] = group.results.config | {"seed": group.seeds}
@@ -312,7 +321,7 @@ def write_summary(group: Group) -> None:
         by_seed = group.values(calibrator, quantity)
         of["by_seed"] = {str(seed): value for seed, value in by_seed.items()}
         numbers[quantities.name_of(calibrator, quantity)] = of
-    write_json(folders.pop() / "results.json", summary)
+    return summary
 
 
 # Settings ----------------------------------------------------------------------------------------

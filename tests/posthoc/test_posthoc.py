@@ -392,8 +392,9 @@ def test_files_are_seeds_of_one_report(source, arrays, tmp_path, no_figures):
         scores = features.fit(calibrator).score(features.test_adapted, features.test_pretrained)
         right, tasks = scores.label == features.test_labels, features.test_tasks
         given = scores.label_in_task(tasks) == features.test_labels
-        results = json.loads((output / f"seed_{seed}" / "results.json").read_text())
-        assert results["accuracy"]["gaussians"] == pytest.approx(100 * np.mean(right))
+        numbers = json.loads((output / "results.json").read_text())["numbers"]
+        expected = pytest.approx(100 * np.mean(right))
+        assert numbers["gaussians"]["by_seed"][str(seed)] == expected
         accuracies.append([100 * np.mean(it) for it in (right, scores.task == tasks, given)])
     means, deviations = np.mean(accuracies, axis=0), np.std(accuracies, axis=0, ddof=1)
     (row,) = (line for line in out.splitlines() if line.startswith("Class Gaussians  "))
@@ -414,8 +415,7 @@ def test_files_are_seeds_of_one_report(source, arrays, tmp_path, no_figures):
         assert not re.search(r"paper selects|paper's choice|selected|\bours\b|>numbers<", text), (
             name
         )
-    results = [json.loads(file.read_text()) for file in sorted(output.glob("seed_*/results.json"))]
-    fdc = [of_seed["accuracy"]["fdc"] for of_seed in results]
+    fdc = [*numbers["fdc"]["by_seed"].values()]
     benchmark = f"+ FDC     {np.mean(fdc):.2f} ± {np.std(fdc, ddof=1):.2f}"
     assert benchmark in re.sub(r" {3,}", "     ", tables["benchmark.txt"])
     # Once more into the folder; and without a file, the same table.
@@ -442,23 +442,24 @@ def test_labels_may_be_any_integers(source, arrays, tmp_path, no_figures):
         assert run(path, "--method=fdc,gaussians", f"--output={output}", "--quiet")[0] == 0
         text = (output / "tables" / "calibrators.csv").read_text()
         tables.append([line.partition(",")[2] for line in text.splitlines()])
-        results = json.loads((output / "seed_1" / "results.json").read_text())
     assert tables[0] == tables[1]
-    assert results["class_names"] == [str(100 - 7 * label) for label in order]
+    classes = (output / "classes_1.html").read_text(encoding="utf-8")
+    assert all(f">{100 - 7 * label}</" in classes for label in order)
     page = (output / "report.html").read_text(encoding="utf-8")
     assert "could not be read" not in page
     line = "--attenuation: expected numbers such as 0.3,0.5, found 'abc'"
     assert line in run("x.npz", "--attenuation=abc")[2]
 
 
-def test_no_run_is_overwritten(source, tmp_path):
-    for content in ({}, {"learner.name": "slca"}):
-        (tmp_path / "seed_1").mkdir(exist_ok=True)
-        (tmp_path / "seed_1" / "config.json").write_text(json.dumps(content))
-        assert "seed_1 exists, and is not of an earlier fdc posthoc" in fails(
-            source, f"--output={tmp_path}"
-        )
-        assert [path.name for path in tmp_path.rglob("*.*")] == ["config.json"]
+def test_work_directories_of_earlier_versions_are_removed_with_a_line(source, tmp_path, no_figures):
+    for seed, content in enumerate(({"feature file": "a.npz"}, {"learner.name": "slca"}), 1):
+        folder = tmp_path / f"seed_{seed}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+    code, _, error = run(source, f"--output={tmp_path}")
+    assert code == 0
+    assert f"{tmp_path / 'seed_1'}: removed; an earlier version made it for its report" in error
+    assert [path.name for path in tmp_path.glob("seed_*")] == ["seed_2"]
 
 
 # Files without heads ------------------------------------------------------------------------------
@@ -532,7 +533,7 @@ def test_a_report_without_heads_has_no_raw_accuracy_and_no_gain(headless, tmp_pa
     assert "Class Gaussians" in text and "Class Gaussians" in out
     for word in ("Raw", "gain", "Task given  "):
         assert word not in text and word not in out
-    assert "head of task 0 (from 0): missing, which fdc reads" in error
+    assert "head of task 0 (from 0): missing, which fdc reads" in out
 
 
 # Drift compensation -------------------------------------------------------------------------------

@@ -141,6 +141,11 @@ class MadeUpRun:
         self.predictions = predictions(self.results.seed, self.results.num_tasks)
         self.class_names = ()
 
+    @property
+    def features_folder(self):
+        """The folder of saved features, which is missing."""
+        return self.folder / "features"
+
     def read_latency(self):
         """Of a run whose inference was not timed."""
         return records.Latency()

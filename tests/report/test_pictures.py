@@ -20,7 +20,8 @@ class Run:
     class_names = ("ant", "bee", "cat", "dog", "emu", "fox", "gnu", "hen", "ibex", "jay")
 
     def __init__(self, folder, calibrator, predictions):
-        self.folder, self.fitted, self.predictions = folder, calibrator, predictions
+        self.fitted, self.predictions = calibrator, predictions
+        self.features_folder = folder / "features"
         self.predictions_file, self.refuse = Path(__file__), False  # one that is there
 
     def calibrator(self, name="fdc"):
