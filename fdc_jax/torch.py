@@ -91,7 +91,7 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
     if not layer and any(call[2] is part for call in calls for part in parts):
         raise InputError(
             f"{type(base).__name__}: expected features or logits of one head, found those of "
-            f"{len(parts)} linear layers; name the nn.ModuleList of heads by layer="
+            f"{len(parts)} linear layers; name the nn.ModuleList of heads by heads="
         )
     calls = [call for call in calls if layer or call[2] is output]
     if layer and not calls:
@@ -221,7 +221,8 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
     is_linear = hasattr(layer, "in_features") and not hasattr(layer, "base_layer")
     if weight is None or weight.ndim != 2 or not is_linear:
         kind = type(layer).__name__
-        kind += " that PEFT adapts (put it into modules_to_save)" * hasattr(layer, "base_layer")
+        if hasattr(layer, "base_layer"):
+            kind += " that PEFT adapts (put it into modules_to_save)"
         raise InputError(
             "layer: expected a linear layer, with a weight [classes, d], or a model and the name "
             f"of one, found {kind}"
@@ -234,7 +235,7 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
     except IndexError as error:
         raise InputError(
             f"layer: expected a row for each class, found {len(weight)} rows ({error}); if the "
-            "model has a head per task, name their nn.ModuleList by layer=, or give head="
+            "model has a head per task, name their nn.ModuleList by heads="
         ) from error
 
 
@@ -267,8 +268,11 @@ class Calibrated(nn.Module):
         module: the model, or an `nn.ModuleList` of it and its pretrained state.
         calibrator: from `calibration.make` or `calibration.load`.
         views: see `collect`; by default `pooled`. A module with a lambda cannot be pickled.
-        layer: name of the last layer, if `pooled` and `head_of` miss it, or of the `nn.ModuleList`
-            of heads, one per task.
+        layer: name of the layer whose input are the features, if `pooled` misses it.
+        heads: the heads of the tasks: an `nn.ModuleList` with one per task, or its name in the
+            model, whose input are then the features; one linear layer for all tasks, which may
+            grow, or its name; or a function from the number of a task, from 0, to its head. By
+            default the layer `layer`, or the model's last linear layer.
 
     Attributes:
         classes: label of every column, ascending, [classes].
@@ -287,13 +291,19 @@ class Calibrated(nn.Module):
         calibrator: calibration.Calibrator,
         views: Views | None = None,
         layer: str = "",
+        heads: str | nn.Module | Callable[[int], Any] | None = None,
     ):
         super().__init__()
         if not isinstance(calibrator, calibration.Calibrator):
             kind = type(calibrator).__name__
             raise InputError(f"calibrator: expected one of calibration.make or load, found {kind}")
-        self.module, self.calibrator, self.layer = module, calibrator, layer
-        self.views = views or functools.partial(pooled, layer=layer)
+        self.module, self.calibrator = module, calibrator
+        if isinstance(heads, nn.Module):  # by name within the model, so that copies have their own
+            names = {layer: name for name, layer in _base(self._model).named_modules()}
+            heads = names.get(heads, heads)
+        self.layer = heads if isinstance(heads, str) and not layer else layer
+        self.heads = heads
+        self.views = views or functools.partial(pooled, layer=self.layer)
         self.previous: Float[Any, "n d"] | None = None
         self.register_buffer("classes", torch.zeros(0, dtype=torch.int64), persistent=False)
         self._sort_classes()
@@ -328,22 +338,30 @@ class Calibrated(nn.Module):
         adapted, pretrained, labels = collect(self.module, loader, self.views)
         classes = np.unique(labels) if classes is None else np.asarray(classes)
         if head is None and self.calibrator.needs_heads:
-            model = self.module[0] if isinstance(self.module, nn.ModuleList) else self.module
-            head = self._head(model, classes)
+            head = self._head(classes)
         self.calibrator.fit_task(adapted, labels, head, pretrained, classes, self.previous)
         self.calibrator.finalize()
         self.previous = None
         self._sort_classes()
 
-    def _head(self, model: nn.Module, classes: np.ndarray) -> heads.LinearHead:
+    @property
+    def _model(self) -> nn.Module:
+        """The model that is trained."""
+        return self.module[0] if isinstance(self.module, nn.ModuleList) else self.module
+
+    def _head(self, classes: np.ndarray) -> Any:
         """Returns the rows of the task's classes, or the task's own head of several."""
-        named: Any = _named_layer(_base(model), self.layer) if self.layer else None
-        if not isinstance(named, nn.ModuleList):
-            return head_of(model, classes, self.layer)
-        task = self.calibrator.num_tasks
-        if task >= len(named):
-            raise InputError(f"layer: expected a head for task {task} (from 0), found {len(named)}")
-        return head_of(named[task])
+        task, layer = self.calibrator.num_tasks, self.heads
+        if callable(layer) and not isinstance(layer, nn.Module):
+            return layer(task)
+        if layer is None or isinstance(layer, str):
+            name = layer or self.layer
+            layer = _named_layer(_base(self._model), name) if name else self._model
+        if not isinstance(layer, nn.ModuleList):
+            return head_of(layer, classes)
+        if task >= len(layer):
+            raise InputError(f"heads: expected a head for task {task} (from 0), found {len(layer)}")
+        return head_of(layer[task])
 
     def forward(self, inputs: Any) -> torch.Tensor:
         """Returns scores of all classes, [n, classes], for images or a batch of a loader."""

@@ -1,9 +1,8 @@
 """Prints the table of docs/integrations.md: `python integrations/measure.py [HEADING...]`.
 
-Runs the page's programs for the toolboxes that are installed, or a test that runs the program: for
-PyTorch, whose program has no training, and for toolboxes without a package, whose folders are in
-`MAMMOTH`, `PILOT` and `LIBCONTINUAL`. Every program prints its numbers as a dictionary; seconds are
-processor time with imports.
+Runs the page's programs for the toolboxes that are installed, or, for toolboxes without a package,
+a test that runs the program; their folders are in `MAMMOTH`, `PILOT` and `LIBCONTINUAL`. Every
+program prints its numbers as a dictionary; seconds are processor time with imports.
 """
 
 import ast
@@ -21,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # By heading of the page: the package, or the variable with the folder of a repository; and the test
 # that runs the program if it does not run alone.
 ROWS = {
-    "PyTorch": ("torch", "test_torch.py::test_program_of_the_page"),
+    "PyTorch": ("torch", ""),
     "transformers and PEFT": ("peft", ""),
     "Lightning": ("lightning", ""),
     "Avalanche": ("avalanche-lib", ""),

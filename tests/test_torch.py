@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
@@ -321,42 +320,20 @@ def surpasses(better, worse):
     return np.sum(better) - np.sum(worse) > 3 * np.sqrt(np.sum(better != worse))
 
 
-def train(model, task):
-    """Trains on a task with a softmax over its own classes, whatever was drawn before."""
-    torch.manual_seed(0)
-    classes = task.tensors[1].unique()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-    for _ in range(3):
-        for x, y in torch.utils.data.DataLoader(task, 32, shuffle=True):
-            optimizer.zero_grad()
-            own = model(x)[:, classes]
-            torch.nn.functional.cross_entropy(own, y - classes[0]).backward()
-            optimizer.step()
-
-
 def test_program_of_the_page():
-    reason = "needs timm, which the package does not require"
-    timm = pytest.importorskip("timm", reason=reason, exc_type=ImportError)
-    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
-    images, test = pixels.float().reshape(-1, 1, 8, 8) / 16, torch.arange(len(labels)) % 3 == 0
-    size = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    rows = [~test & torch.isin(labels, each) for each in torch.arange(10).split(2)]
-    tasks = [torch.utils.data.TensorDataset(images[each], labels[each]) for each in rows]
     right = {}
     for name in ("fdc", "gaussians"):
-        torch.manual_seed(0)
-        model = timm.models.VisionTransformer(**size, in_chans=1, num_classes=10)
-        given = {"model": model, "tasks": tasks, "train": train, "images": images[test]}
-        found = run_program("PyTorch", given, gaussians=name)
-        views = fdc_torch.collect(found["both"], [(images[test], labels[test])])[:2]
-        expected = found["calibrated"].calibrator.score(*views).label
-        assert np.mean(expected == found["predicted"].numpy()) > 0.99  # but for rounding
-        with torch.no_grad():
-            raw = model(images[test]).argmax(dim=1)
-        right |= {"raw": raw == labels[test], name: found["predicted"] == labels[test]}
-    print({name: each.float().mean().item() for name, each in right.items()})
+        defined = run_program("PyTorch", gaussians=name)
+        right |= {
+            method: (labels == defined["labels"][defined["test"]]).numpy()
+            for method, labels in defined["predicted"].items()
+        }
     for worse in ("raw", "fdc"):
-        assert surpasses(right["gaussians"].numpy(), right[worse].numpy())
+        assert surpasses(right["gaussians"], right[worse])
+    # The first lines of the page's row; other versions of PyTorch draw other weights.
+    if torch.__version__ == "2.13.0+cpu":
+        percent = {name: 100 * np.mean(answers) for name, answers in right.items()}
+        assert percent == pytest.approx({"raw": 48.2, "fdc": 52.1, "gaussians": 87.5}, abs=0.7)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
@@ -403,23 +380,56 @@ class HeadPerTask(torch.nn.Module):
         return logits if self.listed else torch.cat(logits, dim=1)
 
 
+HEADS = {
+    "name of a list": lambda model: {"heads": "heads"},
+    "name of a list as the layer": lambda model: {"layer": "heads"},
+    "list in the model": lambda model: {"heads": model.heads},
+    "function": lambda model: {"heads": lambda task: model.heads[task], "layer": "heads"},
+}
+
+
+def batches_of(task):
+    """Returns the batches of a task of two or three classes."""
+    return [(torch.randn(20 + 10 * task, 6), 2 * task + torch.arange(20 + 10 * task) % (2 + task))]
+
+
+@pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_list_of_heads_is_a_head_per_task(listed):
+def test_a_list_of_heads_is_a_head_per_task(kind, listed):
     torch.manual_seed(0)
     model = HeadPerTask(listed)
-    calibrated = fdc_torch.Calibrated(model, calibration.make("raw"), layer="heads")
-    batches = [
-        (torch.randn(20, 6), torch.arange(20) % 2),
-        (torch.randn(30, 6), 2 + torch.arange(30) % 3),
-    ]
-    for task, batch in enumerate(batches):
+    calibrated = fdc_torch.Calibrated(model, calibration.make("raw"), **HEADS[kind](model))
+    for task in range(2):
         model.learned = task + 1
-        calibrated.after_task([batch])
+        calibrated.after_task(batches_of(task))
     images = torch.randn(9, 6)
     model.listed = False
-    np.testing.assert_allclose(calibrated(images), model(images).detach(), atol=1e-5)
-    with pytest.raises(InputError, match=r"layer: expected a head for task 2 .from 0., found 2"):
-        calibrated.after_task([(torch.randn(4, 6), 5 + torch.arange(4) % 2)])
+    for module in (calibrated, copy.deepcopy(calibrated)):
+        np.testing.assert_allclose(module(images), model(images).detach(), atol=1e-5)
+    if kind != "function":
+        with pytest.raises(InputError, match=r"heads: expected a head for task 2 .*, found 2"):
+            calibrated.after_task([(torch.randn(4, 6), 5 + torch.arange(4) % 2)])
+
+
+def test_heads_beside_the_model_and_a_head_that_grows_are_heads():
+    torch.manual_seed(0)
+    encoder, images = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU()), torch.randn(9, 6)
+    layers = torch.nn.ModuleList()
+    beside = fdc_torch.Calibrated(encoder, calibration.make("raw"), heads=layers)
+    model = torch.nn.Sequential(encoder, torch.nn.Linear(8, 2))
+    grown = fdc_torch.Calibrated(model, calibration.make("raw"), heads="1")
+    for task in range(2):
+        layers.append(torch.nn.Linear(8, 2 + task))
+        beside.after_task(batches_of(task))
+        model[1] = torch.nn.Linear(8, 2 + 3 * task)
+        with torch.no_grad():
+            for part in ("weight", "bias"):
+                rows = torch.cat([getattr(layer, part) for layer in layers])
+                getattr(model[1], part).copy_(rows)
+        grown.after_task(batches_of(task))
+    expected = torch.cat([layer(encoder(images)) for layer in layers], dim=1).detach()
+    for module in (beside, grown, copy.deepcopy(beside)):
+        np.testing.assert_allclose(module(images), expected, atol=1e-5)
 
 
 def test_heads_of_several_tasks_that_are_not_named_are_an_error():
