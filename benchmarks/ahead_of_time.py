@@ -119,7 +119,7 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
     heads = [LinearHead(np.zeros((classes, width)), np.zeros(classes))] * tasks
     packed = pack([Task([view, view])] * tasks, [np.ones(classes)] * tasks, heads, tasks)
     features = [np.zeros((rows, width), np.float32)] * 2
-    ratios = [np.zeros(3, np.float32)] * 2
+    ratios = [fdc.log_ratio(1.0, 1.0)] * 2
     arguments = packed, ratios, Settings(), Switches(), *features
     first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
     return Program(fdc.calibrated, _sharded(first, jax.device_put(arguments)), rows)

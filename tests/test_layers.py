@@ -19,7 +19,7 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 27_150,
+    "calibration": 27_190,
     "data": 14_040,
     "features": 3_470,
     "learners": 19_950,

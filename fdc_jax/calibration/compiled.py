@@ -60,7 +60,7 @@ class Blocks:
         """Merges the results of all blocks into trees of host arrays [n, ...] without padding."""
         count = len(self.features)
 
-        def whole(*parts: np.ndarray) -> np.ndarray:
+        def whole(*parts):
             by_shard = [part.reshape(self.shards, -1, *part.shape[1:]) for part in parts]
             joined = np.concatenate(by_shard, axis=1)[:, : count // self.shards]
             return joined.reshape(count, *parts[0].shape[1:])
@@ -162,12 +162,12 @@ def _principal_in_float64(view: Blocks, shares: Sequence[float]) -> list[Float[n
     With n < d the inner products X X' are smaller than the scatter X' X: if X X' v = s v, then
     X' v is a direction of X' X.
     """
-    features = np.asarray(jax.device_get(view.features)).astype(float)
+    features = np.asarray(jax.device_get(view.features), float)
     near = features - features.mean(axis=0)
     few = len(near) < near.shape[1]
     variances, vectors = scipy.linalg.eigh(near @ near.T if few else near.T @ near)
     directions = (near.T @ vectors if few else vectors).T[::-1]
-    rounding = float(np.finfo(np.float32).eps) ** 2 * np.square(features).sum()
+    rounding = np.finfo(np.float32).eps ** 2 * np.square(features).sum()
     ranks = retained_ranks(variances[::-1], rounding, shares, len(features))
     return [unit(directions[:rank]).astype(np.float32) for rank in ranks]
 

@@ -1,7 +1,7 @@
 """Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations.
 
     1-4,14 the caller: trains the task, extracts features
-    5-11   FDC._fit: 6 subspaces; 6, 10 own_moments, score_scale; 7 foreign_residuals; 9 pack
+    5-11   FDC._fit: 6 subspaces; 6, 10 moments, affinity_moments; 7 foreign_residuals; 9 pack
     12, 13 FDC.finalize: fit_foreign
     15-20  FDC.score: 15-17 measure; 17, 18 fuse; 20 calibrator.Scores
 
@@ -13,9 +13,11 @@ highest precision; moments are float64 on the host. `measure` reads no setting a
 feature, so that a sweep of settings measures once.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import starmap
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from fdc_jax.calibration import checks, compiled, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.compiled import Blocks
-from fdc_jax.calibration.settings import COMPONENTS, Settings, Switches
+from fdc_jax.calibration.settings import Settings, Switches
 from fdc_jax.calibration.shapes import (
     groups_of,
     mean_of_smallest,
@@ -42,9 +44,8 @@ from fdc_jax.machine.conversion import convert
 # Floors of the paper, "Test-Time Calibration".
 SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
-# Smaller residual ratios, and smaller differences of equal values, are rounding errors of float32.
+# Smaller residual ratios are rounding errors of float32.
 RATIO_ROUNDING = 2.0**-18
-ROUNDING = 2.0**-20
 
 
 # Statistics of a task (lines 6 and 10) ------------------------------------------------------------
@@ -52,7 +53,7 @@ ROUNDING = 2.0**-20
 
 def subspaces(
     blocks: Sequence[Blocks], given: inputs.TaskInput, shares: Sequence[float]
-) -> list[list[View]]:
+) -> list[tuple[View, ...]]:
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
     rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # of the head, from 1; padding has 0
     centres = means_and_prototypes(rows, blocks, given)
@@ -60,7 +61,7 @@ def subspaces(
     for block, (mean, prototypes) in zip(blocks, centres, strict=True):
         bases = compiled.principal(block, rows, mean, shares)
         views.append([View(mean, basis, prototypes) for basis in bases])
-    return [*map(list, zip(*views, strict=True))]
+    return [*zip(*views, strict=True)]
 
 
 def means_and_prototypes(
@@ -111,11 +112,6 @@ def affinity_moments(own: "Measured", neighbours: int) -> tuple[float, float]:
     return 1.0 - mean, deviation
 
 
-def score_scale(own: "Measured", task: PackedTasks, gamma: float) -> float:
-    """Returns sigma_t with TSF of a strength (line 10), from the task's own samples."""
-    return moments(filtered(own, task, gamma).max(axis=-1))[1]
-
-
 # Features against tasks (lines 7, 9, 15 and 16) ---------------------------------------------------
 
 
@@ -135,7 +131,7 @@ def measure(features: Float[Array, "n d"], tasks: PackedTasks) -> Measured:
     """Returns what the statistics of tasks in one view say of features."""
     length = jnp.sqrt(squared_norm(features))
 
-    def one_task(task: PackedTasks) -> Measured:
+    def one_task(task):
         centred = features - task.mean[None]
         within = products(centred, task.basis)
         leading = 1.0 if task.leading is None else task.leading[None]
@@ -194,19 +190,21 @@ def filtered(measured: Measured, tasks: PackedTasks, gamma: Any) -> Float[Any, "
     logits = (1.0 - gamma) * measured.raw + gamma * measured.projected
     outside = measured.length * measured.length - measured.kept
     length = library.sqrt((1.0 - gamma) ** 2 * outside + measured.kept)  # of the filtered feature
-    length = library.where(tasks.normalised[None] > 0, library.maximum(length, NORM_FLOOR), 1.0)
+    divided = length * tasks.normalised[None] > 0.0
+    length = library.where(divided, library.maximum(length, NORM_FLOOR), 1.0)
     return logits / length[..., None] + tasks.bias[None]
 
 
-def standardised(values: Any, mean_std: Any) -> Any:
+def standardised(values: Any, mean: Any, deviation: Any) -> Any:
     """Returns u_t of rho_t, or -q_t of 1 - A_t, from their moments (Eq. residual, Eq. par).
 
     If all samples of the task have one value, what differs from it by a rounding error equals it.
     """
-    difference = values - mean_std[..., 0]
-    deviation = mean_std[..., 1]
-    equal = (deviation <= SCALE_FLOOR) & (abs(difference) < ROUNDING)
-    return difference * ~equal / deviation
+    difference = values - mean
+    library = values.__array_namespace__()
+    # At most a quarter of the floor, if the deviation is at the floor.
+    equal = library.maximum(4.0 * abs(difference), deviation) <= SCALE_FLOOR
+    return library.where(equal, 0.0, difference) / deviation
 
 
 def foreign_residuals(
@@ -221,12 +219,12 @@ def foreign_residuals(
         measured: `measure`, or a function that measures under several settings.
     """
 
-    def by_group(features: Array) -> list[Array]:
+    def by_group(features):
         return [measured(features, group).residual for group in groups]
 
     ratios = view.gather(compiled.map_blocks(by_group, view))
     earlier = np.concatenate(ratios, axis=-1)[..., : mean_std.shape[-2]]
-    return standardised(earlier, mean_std)
+    return standardised(earlier, mean_std[..., 0], mean_std[..., 1])
 
 
 def packed_subspaces(views: Sequence[View]) -> tuple[list[PackedTasks], Float[np.ndarray, "t 2"]]:
@@ -240,13 +238,13 @@ def packed_subspaces(views: Sequence[View]) -> tuple[list[PackedTasks], Float[np
 # Likelihood and fusion (lines 13, 17 and 18) ------------------------------------------------------
 
 
-def log_ratio(mean: float, variance: float, tau: float = 1.0) -> Float[np.ndarray, " 3"]:
+def log_ratio(mean: float, variance: float, tau: float = 1.0) -> tuple[float, ...]:
     """Returns log(p_F(u) / p_O(u)) / tau as coefficients of u^2, u and 1 (Eq. llr).
 
     The log is -log(V) / 2 - (u - m)^2 / (2 V) + u^2 / 2 for p_F = N(m, V) and p_O = N(0, 1).
     """
-    constant = -0.5 * (np.log(variance) + mean * mean / variance)
-    return np.array([0.5 - 0.5 / variance, mean / variance, constant]) / tau
+    constant = -0.5 * (math.log(variance) + mean * mean / variance)
+    return (0.5 - 0.5 / variance) / tau, mean / variance / tau, constant / tau
 
 
 def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
@@ -271,19 +269,28 @@ def evidence(
     view: Measured, tasks: PackedTasks, neighbours: Any, nearest: Any
 ) -> tuple[Float[Array, "n t"], Float[Array, "n t"]]:
     """Returns u_t (Eq. residual) and q_t (Eq. par) in a view; `nearest`: see `Switches`."""
-    distance = mean_of_smallest(view.distances, neighbours)
-    of_input = {"axis": 1, "where": tasks.scales[None, :, 0] > 0, "keepdims": True}
-    spread = jnp.maximum(distance.std(**of_input), SCALE_FLOOR)
-    across = jnp.stack([distance.mean(**of_input), spread], axis=-1)
-    mean_std = jnp.where(nearest, across, tasks.distance[None])
-    return standardised(view.residual, tasks.residual[None]), -standardised(distance, mean_std)
+    mean = tasks.distance_mean[None]
+    deviation = tasks.distance_deviation[None]
+
+    def usual():
+        return standardised(view.distances.min(axis=-1), mean, deviation)
+
+    def general():
+        distance = mean_of_smallest(view.distances, neighbours)
+        of_input = {"axis": 1, "where": tasks.raw_scale[None] > 0, "keepdims": True}
+        center = jnp.where(nearest, distance.mean(**of_input), mean)
+        spread = jnp.where(nearest, distance.std(**of_input), deviation)
+        return standardised(distance, center, jnp.maximum(spread, SCALE_FLOOR))
+
+    u = standardised(view.residual, tasks.residual_mean[None], tasks.residual_deviation[None])
+    return u, -jax.lax.cond((neighbours == 1) & ~nearest, usual, general)
 
 
 @jax.jit
 def fuse(
     measured: Sequence[Measured],
     tasks: Sequence[PackedTasks],
-    ratios: Sequence[Float[Array, " 3"]],
+    ratios: Sequence[tuple[Any, ...]],
     settings: Settings,
     on: Switches,
 ) -> tuple[Float[Array, "n t"], Int[Array, "n t"]]:
@@ -294,18 +301,18 @@ def fuse(
     """
     logits = filtered(measured[0], tasks[0], on.tsf * settings.attenuation)
     score = logits.max(axis=-1)
-    scale = jnp.where(on.tsf, tasks[0].scales[:, 1], tasks[0].scales[:, 0])[None]
+    scale = jnp.where(on.tsf, tasks[0].filtered_scale, tasks[0].raw_scale)[None]
     alpha = on.rlc * settings.rlc_weight
     beta = on.pac * settings.pac_weight
     adapted = on.adapted_view * settings.adapted_view_weight
     pretrained = on.pretrained_view * settings.pretrained_view_weight
     views = zip(measured, tasks, ratios, (adapted, pretrained), strict=False)
-    for view, task, ratio, weight in views:
+    for view, task, (square, linear, constant), weight in views:
         u, q = evidence(view, task, settings.neighbours, on.nearest)
-        known = (view.residual > 0) | (task.residual[None, :, 0] > 0)
-        rlc = jnp.where(known, jnp.tanh(jnp.polyval(ratio, u)), 0.0)  # Eq. llr
+        silent = jnp.maximum(view.residual, task.residual_mean[None]) == 0
+        rlc = jnp.where(silent, 0.0, jnp.tanh((square * u + linear) * u + constant))  # Eq. llr
         pac = jnp.tanh(q)  # Eq. pac-correction
-        score = score + weight * scale * (beta * pac - alpha * rlc)
+        score = score + scale * (weight * (beta * pac - alpha * rlc))
     return score, logits.argmax(axis=-1)
 
 
@@ -341,19 +348,21 @@ class FDC(Calibrator):
         blocks = compiled.blocks_of(given.views)
         (views,) = subspaces(blocks, given, [settings.retained_energy])  # Line 6.
         # The task against itself, and line 9; `measure` reads no moments.
-        (host, *_) = packed = pack([Task(views)], [given.counts], [given.head], 1)
-        task = jax.device_put(packed)
-        own = blocks[0].gather(compiled.map_blocks(partial(measure_views, task), *blocks))
-        for index, measured in enumerate(own):
-            residual = moments(measured.residual)
-            affinity = affinity_moments(measured, settings.neighbours)
-            views[index] = views[index]._replace(residual=residual, affinity=affinity)
-        scales = [score_scale(own[0], host, gamma) for gamma in (0.0, settings.attenuation)]
-        checks.warn_without_residual(views, given)
+        packed = pack([Task(views)], [given.counts], [given.head], 1)
+        measured = partial(measure_views, jax.device_put(packed))
+        own = blocks[0].gather(compiled.map_blocks(measured, *blocks))
+        affinities = [affinity_moments(view, settings.neighbours) for view in own]
+        complete = [
+            view._replace(residual=moments(measured.residual), affinity=affinity)
+            for view, measured, affinity in zip(views, own, affinities, strict=True)
+        ]
+        logits = [filtered(own[0], packed[0], gamma) for gamma in (0, settings.attenuation)]
+        scales = [moments(z.max(axis=-1))[1] for z in logits]  # Line 10.
+        checks.warn_without_residual(complete, given)
         foreign = []  # Line 7.
         for block, earlier in zip(blocks, by_view(self.tasks), strict=False):
             foreign.append(foreign_residuals(block, *packed_subspaces(earlier)).T)
-        self.add(given, Task(views, *scales), foreign, filtered(own[0], host, 0.0))
+        self.add(given, Task(complete, *scales), foreign, logits[0])
 
     def check(self, given: inputs.TaskInput) -> None:
         """Raises InputError if no further task can be fitted, or this one has too few classes."""
@@ -393,10 +402,8 @@ class FDC(Calibrator):
 
     @cached_property
     def _unit_means(self) -> list[Float[np.ndarray, "c d"]]:
-        means = []
-        for views in by_view(self.tasks):
-            means.append(np.concatenate([view.prototypes for view in views]))
-        return means
+        prototypes = attrgetter("prototypes")
+        return [np.concatenate([*map(prototypes, views)]) for views in by_view(self.tasks)]
 
     @cached_property
     def _packed(self) -> tuple[list[PackedTasks], list[Array]]:
@@ -421,11 +428,8 @@ class FDC(Calibrator):
         return terms.of(self, adapted, pretrained)
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
-        """Returns the scores of `COMPONENTS`; those of one view only if there are two."""
-        terms = self.terms(adapted, pretrained)
-        single = len(terms.tasks) == 1
-        names = [name for name in COMPONENTS if not (single and "view" in name)]
-        return {name: terms.fuse(**COMPONENTS[name]) for name in names}
+        """See `Terms.components`."""
+        return self.terms(adapted, pretrained).components()
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Terms.by_class`."""

@@ -53,12 +53,8 @@ def squared_norm(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
 
 def mean_of_smallest(values: Float[Array, "*n c"], count: Any) -> Float[Array, "*n"]:
     """Returns the mean of the `count` smallest values of each row."""
-
-    def several() -> Float[Array, "*n"]:
-        kept = jnp.arange(values.shape[-1]) < count
-        return jnp.where(kept, jnp.sort(values), 0.0).sum(axis=-1) / count
-
-    return jax.lax.cond(count > 1, several, lambda: values.min(axis=-1))
+    smallest = jnp.arange(values.shape[-1]) < count
+    return jnp.where(smallest, jnp.sort(values), 0.0).sum(axis=-1) / count
 
 
 def over_tasks(function: Callable[..., Any], tasks: Any) -> Any:

@@ -1,6 +1,7 @@
 """Statistics of tasks as FDC keeps and saves them, and packed as compiled programs read them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,15 +49,18 @@ class PackedTasks(NamedTuple):
     as that of classes without a sample.
     """
 
-    mean: Float[Any, "t d"]
-    basis: Float[Any, "t r d"]
+    mean: Float[Any, "t d"] = None
+    basis: Float[Any, "t r d"] = None
     leading: Float[Any, "t r"] = None  # in a sweep of eta, 1 for its directions
     length: Float[Any, " t"] = None  # |m|
     directions: Float[Any, "t c d"] = None  # m^, then p - m^ of each class
     offset: Float[Any, "t c"] = None  # |m| - m.p
-    residual: Float[Any, "t 2"] = None  # moments of rho_t
-    distance: Float[Any, "t 2"] = None  # moments of 1 - A_t
-    scales: Float[Any, "t 2"] = None  # sigma_t without and with TSF; 0 for padding tasks
+    residual_mean: Float[Any, " t"] = None  # moments of rho_t
+    residual_deviation: Float[Any, " t"] = None
+    distance_mean: Float[Any, " t"] = None  # moments of 1 - A_t
+    distance_deviation: Float[Any, " t"] = None
+    raw_scale: Float[Any, " t"] = None  # sigma_t without TSF; 0 for padding tasks
+    filtered_scale: Float[Any, " t"] = None  # sigma_t with TSF
     weight: Float[Any, "t k d"] = None  # W_t, and line 9, in the adapted view
     inside: Float[Any, "t k r"] = None  # W_t U_t
     centre: Float[Any, "t r"] = None  # m_t U_t
@@ -65,14 +69,15 @@ class PackedTasks(NamedTuple):
 
 
 # Padding by field: least sizes of the leading axes of a task, and the value.
-_LEAST = {"basis": (16,), "directions": (8,), "offset": (8,), "weight": (4,)}
-_LEAST |= {"inside": (4, 16), "centre": (16,), "bias": (4,)}
-_FILL = {"offset": np.inf, "bias": -np.inf, "residual": 1.0, "distance": 1.0}
+_LEAST = {"basis": (16,), "directions": (8,), "offset": (8,), "weight": (4,), "inside": (4, 16)}
+_LEAST |= {"centre": (16,), "bias": (4,)}
+_FILL = {"offset": np.inf, "bias": -np.inf}
+_FILL |= {"residual_deviation": 1.0, "distance_deviation": 1.0}
 
 
 def stacked(tasks: Sequence[PackedTasks], count: int) -> PackedTasks:
     """Returns statistics of single tasks as those of `count` tasks, padded to few sizes."""
-    fields: dict[str, Any] = {"mean": None, "basis": None}
+    fields = {}
     for name, *arrays in zip(PackedTasks._fields, *tasks, strict=True):
         if arrays[0] is not None:
             fields[name] = stack(arrays, count, _LEAST.get(name, ()), _FILL.get(name, 0.0))
@@ -85,8 +90,8 @@ def pack(
     """Returns `stacked` of tasks by view; `counts` are samples of each class, by task."""
     packed = []
     for index in range(len(tasks[0].views)):
-        triples = zip(tasks, counts, heads, strict=True)
-        packed.append(stacked([packed_task(index, *triple) for triple in triples], count))
+        by_task = [*map(partial(packed_task, index), tasks, counts, heads)]
+        packed.append(stacked(by_task, count))
     return packed
 
 
@@ -119,8 +124,14 @@ def packed_task(index: int, task: Task, counts: Any, head: Any) -> PackedTasks:
     )
 
 
-def packed_moments(index: int, task: Task) -> dict[str, tuple[float, float]]:
+def packed_moments(index: int, task: Task) -> dict[str, float]:
     """Returns the fields of `PackedTasks` that depend on gamma and K."""
     view = task.views[index]
-    mean, deviation = view.affinity
-    return {"residual": view.residual, "distance": (1.0 - mean, deviation), "scales": task[1:]}
+    return {
+        "residual_mean": view.residual[0],
+        "residual_deviation": view.residual[1],
+        "distance_mean": 1.0 - view.affinity[0],
+        "distance_deviation": view.affinity[1],
+        "raw_scale": task.raw_scale,
+        "filtered_scale": task.filtered_scale,
+    }

@@ -23,9 +23,8 @@ from fdc_jax.calibration.statistics import Task, View, pack, packed_moments, sta
 from fdc_jax.calibration.terms import Terms
 
 # The axis of eta, in the statistics and in the measurements that depend on it.
-_ABSENT: Any = None
 _SECOND: Any = 1
-_OF_TASKS = PackedTasks(_ABSENT, _ABSENT, leading=0)
+_OF_TASKS = PackedTasks(leading=0)
 _OF_MEASURED = Measured(residual=_SECOND, projected=_SECOND, kept=_SECOND)
 
 
@@ -74,14 +73,17 @@ class Sweep(Calibrator):
 
         @cache
         def scale(e: int, gamma: float) -> float:
-            return fdc.score_scale(_of_eta(own[0], e), host, gamma)
+            logits = fdc.filtered(_of_eta(own[0], e), host, gamma)
+            return fdc.moments(logits.max(axis=-1))[1]
 
         foreign = []
         for e, views in enumerate(by_eta):
             foreign.append([u[:, e].T for u in residuals])
-            for index, view in enumerate(views):
-                views[index] = view._replace(residual=fdc.moments(own[index].residual[:, e]))
-            checks.warn_without_residual(views, given)
+            complete = []
+            for view, measured in zip(views, own, strict=True):
+                complete.append(view._replace(residual=fdc.moments(measured.residual[:, e])))
+            by_eta[e] = complete
+            checks.warn_without_residual(complete, given)
         logits = fdc.filtered(_of_eta(own[0], 0), host, 0.0)
         for calibrator in self.calibrators:
             settings = calibrator.settings
@@ -155,9 +157,10 @@ def with_leading(packed: PackedTasks, by_eta: Sequence[Sequence[View]]) -> Packe
 
 def with_moments(index: int, packed: PackedTasks, calibrator: FDC) -> PackedTasks:
     """Returns packed tasks of a view with the moments of a calibrator."""
-    moments = [PackedTasks(None, None, **packed_moments(index, task)) for task in calibrator.tasks]
-    own = jax.device_put(stacked(moments, len(packed.mean)))
-    return packed._replace(residual=own.residual, distance=own.distance, scales=own.scales)
+    moments = [packed_moments(index, task) for task in calibrator.tasks]
+    own = stacked([PackedTasks(**of) for of in moments], len(packed.mean))
+    fields = {name: getattr(own, name) for name in moments[0]}
+    return packed._replace(**jax.device_put(fields))
 
 
 def _of_eta(measured: Measured, index: Any) -> Measured:

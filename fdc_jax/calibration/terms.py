@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from fdc_jax.calibration import compiled, fdc
 from fdc_jax.calibration.calibrator import Scores
 from fdc_jax.calibration.compiled import Blocks
+from fdc_jax.calibration.settings import COMPONENTS, Settings, Switches
 
 
 class Terms(NamedTuple):
@@ -19,20 +20,26 @@ class Terms(NamedTuple):
     blocks: Blocks
     measured: Sequence[Sequence[fdc.Measured]]  # by block and view, on the device
     tasks: Sequence[fdc.PackedTasks]  # by view
-    ratios: Sequence[Float[Array, " 3"]]  # `fdc.log_ratio` by view
-    settings: fdc.Settings
+    ratios: Sequence[tuple[Any, ...]]  # `fdc.log_ratio` by view
+    settings: Settings
     classes: Sequence[Int[np.ndarray, " c"]]
 
     def fuse(self, *on: bool, **switches: bool) -> Scores:
-        """Returns the scores with some components on, by fields of `fdc.Switches`.
+        """Returns the scores with some components on, by fields of `Switches`.
 
         Without any they are the raw logits.
         """
-        numbers = jax.device_put((self.settings, fdc.Switches(*on, **switches)))
+        numbers = jax.device_put((self.settings, Switches(*on, **switches)))
         common = self.tasks, self.ratios, *numbers
         scores, rows = self.blocks.gather([fdc.fuse(block, *common) for block in self.measured])
         count = len(self.classes)
         return Scores(scores[:, :count], rows[:, :count], self.classes)
+
+    def components(self) -> dict[str, Scores]:
+        """Returns the scores of `COMPONENTS`; those of one view only if there are two."""
+        single = len(self.tasks) == 1
+        names = [name for name in COMPONENTS if not (single and "view" in name)]
+        return {name: self.fuse(**COMPONENTS[name]) for name in names}
 
     def standardised(self, view: int) -> tuple[Float[np.ndarray, "n tasks"], ...]:
         """Returns u_t and q_t in one view."""

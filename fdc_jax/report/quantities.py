@@ -18,7 +18,7 @@ import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.calibration import FDC, METHODS
-from fdc_jax.calibration.fdc import COMPONENTS
+from fdc_jax.calibration.settings import COMPONENTS
 from fdc_jax.run.records import Latency, Point, Results, Timing
 
 NAMES = (*METHODS, "oracle", *COMPONENTS, "selected")

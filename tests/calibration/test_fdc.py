@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
-from fdc_jax.calibration import fdc, inputs
+from fdc_jax.calibration import fdc, inputs, settings
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -98,7 +98,7 @@ def test_adapted_view_alone(kind):
     expected = streams.fitted_reference(stream, kind, dual=False)
     adapted, pretrained = streams.probe_inputs(stream)
     assert_equal_scores(found.score(adapted), expected.score(adapted))
-    assert found.components(adapted).keys() == {n for n in fdc.COMPONENTS if "view" not in n}
+    assert found.components(adapted).keys() == {n for n in settings.COMPONENTS if "view" not in n}
     # The same as both views with the pretrained one switched off, by flag or by weight.
     dual = streams.fitted(stream, kind).terms(adapted, pretrained).fuse(pretrained_view=False)
     np.testing.assert_array_equal(dual.task_scores, found.score(adapted).task_scores)

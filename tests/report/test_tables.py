@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from fdc_jax.calibration import fdc
+from fdc_jax.calibration import settings
 from fdc_jax.report import formatting, paper, runs, tables
 from fdc_jax.report.tables import Table
 from tests.report.made_up import predictions, results, write_run
@@ -183,7 +183,7 @@ def test_components_with_a_gain_on_every_benchmark_are_selected(tmp_path, gains,
             found["components"][key] = found["components"]["raw"] + sign
         write_run(tmp_path / benchmark, found)
     assert tables.selected(tables.gains(runs.load([tmp_path])[0]).min()) == expected
-    assert fdc.COMPONENTS[expected].get("tsf", True) == (gains[0] > 0)
+    assert settings.COMPONENTS[expected].get("tsf", True) == (gains[0] > 0)
 
 
 def test_runs_of_one_view_have_no_part_in_the_selection(tmp_path):
