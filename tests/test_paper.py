@@ -191,6 +191,7 @@ LATENCY = {
 }
 
 
+@pytest.mark.ci
 def test_report_is_current_by_content_not_by_date(
     finished_run, tmp_path, cache, monkeypatch, capsys, no_figures
 ):

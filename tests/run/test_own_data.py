@@ -237,6 +237,7 @@ def test_images_of_known_classes_must_stay(grown, cache, tmp_path, change, actua
     assert (first / "config.json").read_bytes() == before
 
 
+@pytest.mark.ci
 def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     """Those that it knows keep their tasks, also where the last one was not full, and stay."""
     source, workdir = tmp_path / "trees", tmp_path / "run"
