@@ -115,7 +115,8 @@ def test_continuous_integration_runs_the_readmes_test_command():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_links_to_exist(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", PAGES[page]):
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
         if not target.startswith("http"):
             assert ((REPOSITORY / page).parent / target).exists(), target
 
