@@ -230,6 +230,7 @@ def test_extremely_long_image_is_cropped_before_resizing(opened, answers, files,
     ("images", "message"),
     [
         ([], "expected images, found none"),
+        ("", "expected a path, found none"),
         ("nowhere", "nowhere: no such image or folder"),
         (np.zeros((4, 4, 3)), r"image 0: expected a uint8 array .* found float64 of shape \[4, 4"),
         ([np.zeros((4, 4), np.uint8), np.zeros(3, np.uint8)], r"image 1: expected .* \[3\]"),
@@ -243,11 +244,6 @@ def test_extremely_long_image_is_cropped_before_resizing(opened, answers, files,
 def test_wrong_types_of_images_are_refused(opened, images, message):
     with pytest.raises(InputError, match=message):
         opened.predict(images)
-
-
-def test_wrong_number_of_classes_is_refused(opened, files):
-    with pytest.raises(InputError, match=r"top: expected a whole number from 1 on, found 2\.0"):
-        opened.predict(files, top=2.0)
 
 
 def test_folders_of_known_classes_give_an_accuracy(finished_run, opened, files, tmp_path, capsys):

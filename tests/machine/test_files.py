@@ -42,7 +42,7 @@ from fdc_jax.machine.files import (
     write_npz,
     write_safetensors,
 )
-from fdc_jax.run import prediction, seeds
+from fdc_jax.run import seeds
 from fdc_jax.run.config import Config
 from tests import small_runs
 
@@ -417,7 +417,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
 def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert named_path("--output", "~/a") == tmp_path / "a"
-    for use in (open_run, feature_files.load, lambda path: [*prediction._named(path)]):
+    for use in (open_run, feature_files.load):
         with pytest.raises(InputError, match="expected a path, found none"):
             use("")
     with pytest.raises(InputError, match="--workdir: expected a path, found none"):
