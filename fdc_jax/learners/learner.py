@@ -100,6 +100,7 @@ class Learner:
     # True if the loss is a mean over images, weighted by `batch.weights`, plus terms of no image; a
     # batch may then be split into portions.
     mean_over_images: ClassVar[bool] = False
+    joint: ClassVar[bool] = False  # True: all classes of a stream are one task
     trains: ClassVar[bool] = True  # False: a run takes no steps, and every encoder is E_0
 
     def __init_subclass__(cls) -> None:

@@ -137,10 +137,13 @@ def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> T
         workers=data.workers,
         quiet=quiet,
     )
+    sizes = config.classes_per_task
+    if learners.find(config.learner.name).joint:
+        sizes = (len(splits[0].class_names),)
     return build_tasks(
         *splits,
         known,
-        classes_per_task=config.classes_per_task,
+        classes_per_task=sizes,
         class_order=config.class_order,
         class_order_seed=config.class_order_seed,
         num_tasks=config.num_tasks,

@@ -21,7 +21,7 @@ PROBE = toy.random_images(77)
 # Leaves of earlier tasks that change when a later task ends: aligned heads, and drifting means.
 REVISED = {"inflora_ca": (".heads",), "rsiat": (".heads", ".means"), "slca": (".aligned",)}
 # Learners that keep the newest encoder alone.
-KEEP_THE_NEWEST = ("rsiat", "slca")
+KEEP_THE_NEWEST = ("finetune", "rsiat", "slca")
 
 
 @pytest.fixture(scope="module", params=NAMES)
