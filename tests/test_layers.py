@@ -19,16 +19,16 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 27_190,
+    "calibration": 27_230,
     "data": 14_040,
     "features": 3_470,
-    "learners": 19_950,
+    "learners": 20_275,
     "machine": 7_635,
     "model": 10_940,
     "package": 17_580,
     "posthoc": 3_380,
     "report": 20_970,
-    "run": 21_030,
+    "run": 21_060,
 }
 
 

@@ -1,6 +1,6 @@
 """Joint training: all classes as one task, an upper bound.
 
-An increment and a linear head learn all images at once, with the epochs and rates of other learners.
+An increment and a linear head learn all images at once, with the epochs and rates of the others.
 """
 
 import dataclasses

@@ -306,6 +306,7 @@ def test_parity_mode_leaves_no_product_to_the_precision_of_a_device(run):
 
 FACTORS, TASKS = 12 * 2 * 768 * 10, 5
 PARAMETERS = dict.fromkeys(("cumulative_lora", "ewc_lora", "lora_subtraction"), 2 * FACTORS)
+PARAMETERS |= dict.fromkeys(("finetune", "joint"), 2 * FACTORS)
 PARAMETERS |= dict.fromkeys(("inflora", "inflora_ca", "splitlora"), FACTORS)  # A is not trained.
 PARAMETERS |= {
     "sd_lora": 2 * FACTORS + TASKS,  # A magnitude for every task.

@@ -6,7 +6,9 @@ import sys
 import numpy as np
 import pytest
 
+from configs import digits
 from fdc_jax.report import runs, tables
+from fdc_jax.run import configuration
 from tests import small_runs
 
 PAGE = small_runs.REPOSITORY / "docs" / "learners.md"
@@ -25,24 +27,27 @@ def test_the_learner_of_the_page_runs_and_resumes(tmp_path, cache, monkeypatch):
     small_runs.run(config, tmp_path / "stopped")
     small_runs.run(config, tmp_path / "whole")
     small_runs.same_outcome(tmp_path / "stopped", tmp_path / "whole")
-    free = small_runs.config(cache, learner__name="lwf", learner__lwf__strength=0.0)
-    small_runs.run(free, tmp_path / "free")
-    losses = [
-        [event["loss"] for event in small_runs.events(tmp_path / name, "training")]
-        for name in ("whole", "free")
-    ]
-    assert np.greater(*losses).all()
+    free = digits.get_config("lwf")
+    fields = {"cache_dir": str(cache), "learner.lwf.strength": 0.0}
+    free.update_from_flattened_dict(small_runs.FIELDS | fields)
+    small_runs.run(configuration.typed(free), tmp_path / "free")
+    for task, equal in ((0, True), (1, False)):  # The first task has no earlier head.
+        features = [
+            np.load(tmp_path / name / "features" / f"train_adapted_{task}.npy")
+            for name in ("whole", "free")
+        ]
+        assert np.array_equal(*features) == equal
 
 
 @pytest.mark.ci
-def test_joint_training_is_a_row_of_the_table_of_its_stream(tmp_path, cache, whole):
+def test_joint_training_is_a_row_of_the_table_of_its_stream(tmp_path, cache, finished_run):
     config = small_runs.config(cache, learner__name="joint")
     small_runs.stopped(config, tmp_path / "joint", 12)
     results = small_runs.run(config, tmp_path / "joint")
     assert results["num_tasks"] == 1
     for field in ("num_classes", "num_test_images", "benchmark", "class_order_seed"):
-        assert results[field] == small_runs.results(whole)[field]
-    groups, skipped = runs.load([whole, tmp_path / "joint"])
+        assert results[field] == small_runs.results(finished_run)[field]
+    groups, skipped = runs.load([finished_run, tmp_path / "joint"])
     assert not skipped and len(groups) == 2
     titles = {table.name: table.frame.to_string() for table in tables.build(groups)}
     assert "Joint training" in titles["benchmark"] and "Cumulative-LoRA" in titles["benchmark"]
