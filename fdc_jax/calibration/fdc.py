@@ -93,8 +93,7 @@ def means_and_prototypes(
 @partial(jax.jit, static_argnames="classes")
 def _sums(features: Any, rows: Any, first: Any, classes: int) -> tuple[Array, ...]:
     origin = first[0]  # Less the origin, features far from zero keep their digits in float32.
-    numbers = 1.0 + jnp.arange(classes, dtype=jnp.float32)
-    members = (rows.T == numbers[:, None]).astype(jnp.float32)
+    members = (rows.T == jnp.arange(1.0, classes + 1)[:, None]).astype(jnp.float32)
     class_sums = products(members, (unit(features) - unit(origin)[None]).T)
     finite = jnp.isfinite(squared_norm(features)).all()
     return compiled.centred(features, rows, origin).sum(axis=0), class_sums, origin, finite
@@ -300,13 +299,14 @@ def fuse(
     `measured`, `tasks` and `ratios` (`log_ratio`) have an item by view. RLC says nothing if neither
     the input nor any sample of the task has a residual.
     """
-    logits = filtered(measured[0], tasks[0], jnp.where(on.tsf, settings.attenuation, 0.0))
+    share = Switches(*map(jnp.float32, on))
+    logits = filtered(measured[0], tasks[0], share.tsf * settings.attenuation)
     score = logits.max(axis=-1)
     scale = jnp.where(on.tsf, tasks[0].filtered_scale, tasks[0].raw_scale)[None]
-    alpha = jnp.where(on.rlc, settings.rlc_weight, 0.0)
-    beta = jnp.where(on.pac, settings.pac_weight, 0.0)
-    adapted = jnp.where(on.adapted_view, settings.adapted_view_weight, 0.0)
-    pretrained = jnp.where(on.pretrained_view, settings.pretrained_view_weight, 0.0)
+    alpha = share.rlc * settings.rlc_weight
+    beta = share.pac * settings.pac_weight
+    adapted = share.adapted_view * settings.adapted_view_weight
+    pretrained = share.pretrained_view * settings.pretrained_view_weight
     views = zip(measured, tasks, ratios, (adapted, pretrained), strict=False)
     for view, task, (square, linear, constant), weight in views:
         u, q = evidence(view, task, settings.neighbours, on.nearest)
