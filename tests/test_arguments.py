@@ -180,7 +180,7 @@ def test_heads_that_are_no_sequence_are_named(fdc, heads_given):
 
 @pytest.mark.parametrize("value", [None, -1, 2.5, "7", True, np.nan, [3], np.array([3]), 10**30])
 @pytest.mark.parametrize("setting", ["projections", "seed"])
-def test_random_features_need_whole_numbers(setting, value):
+def test_random_features_need_integers(setting, value):
     if (setting, value) == ("seed", 10**30):
         return
     for method in ("ranpac", "anacp-pretrained"):

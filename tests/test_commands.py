@@ -163,8 +163,7 @@ def test_a_signal_is_not_lost_in_the_garbage_collector(name, number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_end_changes_no_exit_code(number):
-    words = [sys.executable, "-c", FREES.format(number=int(number))]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    done = run_python("-c", FREES.format(number=int(number)))
     assert (done.returncode, done.stdout, done.stderr) == (2, "freed", "")
 
 

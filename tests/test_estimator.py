@@ -145,7 +145,7 @@ def test_the_heads_are_ridge_regression_and_class_means(tasks):
 
 
 @pytest.mark.parametrize("calibrator", BOTH)
-def test_joblib_keeps_what_further_tasks_need(tasks, calibrator, tmp_path):
+def test_joblib_keeps_the_state_for_further_tasks(tasks, calibrator, tmp_path):
     estimator = FDCClassifier(calibrator)
     for task in tasks[:2]:
         estimator.partial_fit(task.adapted, task.labels)

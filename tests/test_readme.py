@@ -121,7 +121,7 @@ def test_files_that_a_page_links_to_exist(page):
             assert ((REPOSITORY / page).parent / target).exists(), target
 
 
-def test_the_table_of_learners_is_what_the_learners_declare():
+def test_table_of_learners_equals_their_docstrings():
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", README, re.MULTILINE)
     modules = {name: sys.modules[learners.find(name).__module__] for name in learners.names()}
     # The first line of its file, without its name.

@@ -251,7 +251,7 @@ WEIGHT, BIAS = np.ones((2, 4), np.float32), np.array([1.0, 2.0], np.float32)
     ],
     ids=lambda head: type(head).__name__,
 )
-def test_what_is_written_is_read(tmp_path, head):
+def test_written_tasks_are_read_back(tmp_path, head):
     arrays = example()
     for t in range(2):
         pretrained, classes = arrays[f"train_pretrained_{t}"], [10 * t + 1, 10 * t]
@@ -297,7 +297,7 @@ def test_only_final_heads_that_differ_are_written(tmp_path):
     assert feature_files.load(tmp_path).final_heads is None
 
 
-def test_rewriting_a_task_removes_what_is_no_longer_given(tmp_path):
+def test_rewriting_a_task_removes_omitted_arrays(tmp_path):
     arrays, linear = example(num_tasks=1), heads.LinearHead(WEIGHT, BIAS)
     write(tmp_path, arrays, 0, linear, pretrained=arrays["train_pretrained_0"])
     feature_files.write_test(tmp_path, arrays["test_adapted"], arrays["test_pretrained"], [0] * 6)

@@ -284,7 +284,7 @@ def test_full_disk_in_the_background_is_one_line(filled, tmp_path, monkeypatch):
         assert newest(filled)[0] == 3
 
 
-def test_values_of_a_checkpoint_are_those_of_its_save(filled):
+def test_checkpoint_has_the_values_at_its_save(filled):
     """Though the arrays change while it is written."""
     tree = {"A": np.zeros(1000, np.float32)}
     filled.save(4, {}, tree, {})

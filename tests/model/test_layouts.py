@@ -108,7 +108,7 @@ def marked(family):
 
 
 @pytest.mark.parametrize("family", [marked(family) for family in EXPECTED])
-def test_features_equal_those_of_the_library(family):
+def test_features_equal_the_library(family):
     added = encoders.increment()
     for name, factors in ((family, NOTHING), (f"{family} with an increment", added)):
         actual = encode(*encoder(family), factors)

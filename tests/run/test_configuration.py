@@ -80,7 +80,7 @@ def test_settings_survive_pickling_with_options_of_all_learners():
     assert configuration.of_fields(configuration.flatten(changed)) == changed
 
 
-def test_completed_settings_ignore_those_of_the_host():
+def test_completed_settings_ignore_the_host():
     saved = {"benchmark": "cifar100", "train.rank": 3, "train.gone": 1, "learner.mine.x": 2.0}
     saved |= {"data.source": "/etc", "learner.name": "mine", "learner.mine.y": [1]}
     config, options = configuration.completed(saved)

@@ -168,7 +168,7 @@ def test_caching_and_evaluation_on_the_way_have_no_effect(finished_run, cache, t
     assert cached == [1.0, 1.0]
 
 
-def test_memory_that_runs_out_names_what_to_lower(stopped_run, cache, tmp_path, monkeypatch):
+def test_memory_error_names_the_fields_to_lower(stopped_run, cache, tmp_path, monkeypatch):
     def fail(*arguments):
         raise MemoryError("Unable to allocate 3 TiB")
 

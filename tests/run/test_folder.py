@@ -22,7 +22,7 @@ def copy(finished_run, tmp_path):
     return small_runs.copied(finished_run, tmp_path / "copy")
 
 
-def test_known_classes_are_those_of_the_longest_seed(finished_run, tmp_path):
+def test_known_classes_come_from_the_longest_seed(finished_run, tmp_path):
     """A stop leaves the seeds of one command at different numbers of tasks."""
     saved = read_json(finished_run / "config.json")
     folders = [tmp_path / f"seed_{seed}" for seed in (1, 2, 3, 4)]
