@@ -1,7 +1,11 @@
 """Answers for new images: those of the evaluation, with what they are made of, from anywhere."""
 
+import contextlib
+import io
+import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -291,69 +295,87 @@ def test_control_characters_of_names_are_escaped(finished_run, files, tmp_path, 
 # The command -------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_table_and_a_page(
-    finished_run, files, answers, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(predict, "_ON_PAGE", 7)
-    # Whether or not the package of `.heic` is there.
-    monkeypatch.setattr("fdc_jax.data.folder.IMAGE_SUFFIXES", (".jpg", ".png"))
-    folder = tmp_path / "images"
+@pytest.fixture(scope="module")
+def command(finished_run, files, tmp_path_factory):
+    """The command on 60 images, one of a hostile name, on a damaged one and on three others."""
+    folder = tmp_path_factory.mktemp("command") / "images"
     folder.mkdir()
     for path in files:
-        shutil.copy(path, folder / path.name)
-    name = HOSTILE.replace("/", "") + ".png"
-    (folder / "0010.png").rename(folder / f"0010 {name}")
-    (folder / "zero.png").write_bytes(b"")
-    for other in ("a.HEIC", "b.heic", "c.gif"):
-        (folder / other).write_bytes(b"")
-    output, page = tmp_path / "out.csv", tmp_path / "out.html"
+        shutil.copy(path, folder)
+    hostile = HOSTILE.replace("/", "")
+    (folder / "0010.png").rename(folder / f"0010 {hostile}.png")
+    for name in ("zero.png", "a.HEIC", "b.heic", "c.gif"):
+        (folder / name).touch()
+    output, page = folder.with_name("out.csv"), folder.with_name("out.html")
     arguments = [str(finished_run), str(folder), f"--output={output}", f"--html={page}", "--top=10"]
-    assert predict.main(arguments) == 2
-    printed = capsys.readouterr()
-    errors = printed.err.splitlines()
-    assert errors[-1] == "fdc_jax.predict: 1 of 61 images could not be read"
-    assert f"{folder / 'zero.png'}: cannot decode this image" in printed.err
-    assert (
-        f"{folder}: skipped files without the suffix of an image: 3 (2 .heic, 1 .gif; pip"
-        in errors[0]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
+        patch.setattr(predict, "_ON_PAGE", 7)
+        # Whether or not the package of `.heic` is there.
+        patch.setattr("fdc_jax.data.folder.IMAGE_SUFFIXES", (".jpg", ".png"))
+        code = predict.main(arguments)
+    assert code == 2
+    assert sorted(os.listdir(folder.parent)) == ["images", "out.csv", "out.html"]
+    return SimpleNamespace(
+        folder=folder,
+        table=output,
+        printed=printed.getvalue(),
+        errors=errors.getvalue(),
+        page=page.read_text(),
     )
-    changed = int(answers["changed"].sum())
+
+
+def test_command_names_unreadable_and_skipped_files(command):
+    first, *_, last = command.errors.splitlines()
+    assert last == "fdc_jax.predict: 1 of 61 images could not be read"
+    assert f"{command.folder / 'zero.png'}: cannot decode this image" in command.errors
+    text = "skipped files without the suffix of an image: 3 (2 .heic, 1 .gif; pip"
+    assert f"{command.folder}: {text}" in first
+
+
+def test_command_prints_a_summary(command, answers):
     strange = f"{answers['unlike_learned'].sum()} unlike anything learned"
-    raw = f"raw logits give another class for {changed} images; wrote"
-    assert f"50 more; {strange}; {raw}" in printed.out
-    assert "answers by class Gaussians, right on" in printed.err and "--method=fdc" in printed.err
-    assert "--method=gaussians" not in printed.err
-    table = pd.read_csv(output, dtype={name: str for name in answers if "class" in name})
-    same(table, answers)
-    text = page.read_text()
-    read = Reader(text)
-    assert "60 images, by class Gaussians on " in " ".join(read.texts("h1"))
-    pictures = read.all("img")
-    assert len(pictures) == 7 and all(
-        picture["src"].startswith("data:image/") for picture in pictures
-    )
-    assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
-    assert "Answers by class Gaussians, right on " in text and not read.all("table")
-    # The least certain of every kind: unlike anything learned, uncertain, and others.
-    unlike = answers["unlike_learned"].to_numpy()
-    uncertain = ~unlike & (answers["confidence"] < 0.5).to_numpy()
-    kinds = {"unlike": unlike, "uncertain": uncertain, "": ~unlike & ~uncertain}
-    numbers = {
-        kind: min(rows.sum(), 7 // sum(map(np.any, kinds.values()))) for kind, rows in kinds.items()
-    }
-    numbers[""] = 7 - numbers["unlike"] - numbers["uncertain"]
-    assert 0 < numbers["unlike"] < 7 and 0 < numbers[""] < 7
+    raw = f"raw logits give another class for {answers['changed'].sum()} images; wrote"
+    assert f"50 more; {strange}; {raw}" in command.printed
+    assert "answers by class Gaussians, right on" in command.errors
+    assert "--method=fdc" in command.errors and "--method=gaussians" not in command.errors
+
+
+def test_command_writes_the_table_of_python(command, answers):
+    texts = {name: str for name in answers if "class" in name}
+    same(pd.read_csv(command.table, dtype=texts), answers)
+
+
+def test_page_shows_the_least_certain_of_every_kind(command, answers):
+    """Images unlike anything learned, uncertain ones, and others; seven in all."""
+    unlike = answers["unlike_learned"]
+    uncertain = ~unlike & (answers["confidence"] < 0.5)
+    kinds = [answers[unlike], answers[uncertain], answers[~unlike & ~uncertain]]
+    share = 7 // sum(len(kind) > 0 for kind in kinds)
+    numbers = [min(len(kind), share) for kind in kinds[:2]]
+    numbers.append(7 - sum(numbers))
+    assert 0 < numbers[0] < 7 and 0 < numbers[2] < 7
     rows = []
-    for kind, of_kind in kinds.items():
-        by_confidence = answers[of_kind].sort_values("confidence", kind="stable")
-        rows.extend(by_confidence.index[: numbers[kind]])
-    assert len(read.all("option")) == 1 + answers["class"].iloc[rows].nunique()
-    names = sorted(folder.glob("*.png"))
+    for kind, number in zip(kinds, numbers, strict=True):
+        rows.extend(kind.sort_values("confidence", kind="stable").index[:number])
+    page, names = Reader(command.page), sorted(command.folder.glob("*.png"))
+    pictures = page.all("img")
     assert [picture["alt"] for picture in pictures] == [f"images/{names[row].name}" for row in rows]
-    assert "<script" not in text and str(tmp_path) not in text
-    assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "iframe", "object"})
-    assert not re.search(r"(src|href)=\"(?!#|data:)", text)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out.csv", "out.html"]
+    assert all(picture["src"].startswith("data:image/") for picture in pictures)
+    assert len(page.all("option")) == 1 + answers["class"].iloc[rows].nunique()
+
+
+def test_page_states_its_numbers_and_loads_nothing(command):
+    page = Reader(command.page)
+    assert "60 images, by class Gaussians on " in " ".join(page.texts("h1"))
+    assert "1 image could not be read: images/zero.png." in " ".join(page.texts("p"))
+    assert "Answers by class Gaussians, right on " in command.page and not page.all("table")
+    assert "<script" not in command.page and str(command.folder.parent) not in command.page
+    assert {tag for tag, _ in page.elements}.isdisjoint({"script", "link", "iframe", "object"})
+    assert not re.search(r"(src|href)=\"(?!#|data:)", command.page)
 
 
 @pytest.mark.parametrize(
