@@ -19,7 +19,7 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 27_230,
+    "calibration": 27_360,
     "data": 14_040,
     "features": 3_470,
     "learners": 20_275,

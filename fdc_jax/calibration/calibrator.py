@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -211,10 +212,13 @@ class Calibrator:
         for name in [name for name in vars(self) if name.startswith("_")]:
             delattr(self, name)
 
-    @property
-    def _unit_means(self) -> Sequence[Float[np.ndarray, "c d"]]:
+    def unit_means(self) -> Sequence[Float[np.ndarray, "c d"]]:
         """Returns means of classes at unit length, by view; empty if the method has none."""
         return ()
+
+    @cached_property
+    def _sides(self) -> checks.Sides | None:
+        return checks.sides_of(self.unit_means())
 
     def _batch(
         self, adapted: Any, pretrained: Any, needs_pretrained: bool, wait: bool = True
@@ -224,7 +228,7 @@ class Calibrator:
         `wait`: see `inputs.feature_array`.
         """
         views = inputs.score_views(adapted, pretrained, self.widths, needs_pretrained, wait)
-        if "_swapped" not in vars(self) and checks.warn_of_swapped(views, self._unit_means):
+        if "_swapped" not in vars(self) and checks.warn_of_swapped(views, self._sides):
             self._swapped = True
         return views
 

@@ -49,8 +49,10 @@ def explained(features: Float[np.ndarray, "m d"], labels: Int[np.ndarray, " m"])
     _, columns, counts = np.unique(labels, return_inverse=True, return_counts=True)
     members = (columns == np.arange(len(counts))[:, None]) / np.sqrt(counts)[:, None]
     random = np.random.default_rng(0)
-    orders = [np.arange(len(columns)), *(random.permutation(len(columns)) for _ in range(ORDERS))]
-    shares = [np.square(members @ centred[order]).sum() / max(total, 1e-300) for order in orders]
+    orders = [np.arange(len(columns))]
+    orders += [np.argsort(random.permutation(len(columns))) for _ in range(ORDERS)]
+    means = np.concatenate([members[:, order] for order in orders]) @ centred
+    shares = np.square(means).reshape(len(orders), -1).sum(axis=1) / max(total, 1e-300)
     mean, deviation = float(np.mean(shares[1:])), float(np.std(shares[1:]))
     return Explained(shares[0], mean, (shares[0] - mean) / max(deviation, 1e-9))
 
@@ -86,31 +88,36 @@ def warn_of_rows(named: Mapping[str, Any], labels: Int[np.ndarray, " n"]) -> Non
             )
 
 
-def swapped_share(
-    views: Sequence[Float[np.ndarray, "n d"]], means: Sequence[Float[np.ndarray, "c d"]]
-) -> float:
+class Sides(NamedTuple):
+    """Means of classes at unit length, in both views."""
+
+    both: Float[np.ndarray, "c d"]  # adapted plus pretrained
+    difference: Float[np.ndarray, "c d"]
+    squares: Float[np.ndarray, " c"]  # squared lengths of `both`
+
+
+def sides_of(means: Sequence[Float[np.ndarray, "c d"]]) -> Sides | None:
+    """Returns `Sides` of means by view, or None unless there are two views of one width."""
+    if len(means) < 2 or means[0].shape != means[1].shape:
+        return None
+    both = means[0] + means[1]
+    return Sides(both, means[0] - means[1], np.square(both).sum(axis=1))
+
+
+def swapped_share(views: Sequence[Float[np.ndarray, "n d"]], means: Sides) -> float:
     """Returns the share of rows whose views differ in the opposite direction of their class's.
 
     The class is the one with the nearest sum of both views, which swapping does not change.
-
-    Args:
-        views: adapted and pretrained features of a batch.
-        means: means of classes at unit length, in the same views.
     """
     adapted, pretrained = (unit(view) for view in views)
-    both, difference = means[0] + means[1], means[0] - means[1]
-    distances = np.square(both).sum(axis=1) - 2.0 * (adapted + pretrained) @ both.T
-    nearest = distances.argmin(axis=1)
-    along = ((adapted - pretrained) * difference[nearest]).sum(axis=1)
+    nearest = (means.squares - 2.0 * (adapted + pretrained) @ means.both.T).argmin(axis=1)
+    along = ((adapted - pretrained) * means.difference[nearest]).sum(axis=1)
     return float(np.mean(along < 0))
 
 
-def warn_of_swapped(views: Sequence[Any], means: Sequence[Float[np.ndarray, "c d"]]) -> bool:
+def warn_of_swapped(views: Sequence[Any], means: Sides | None) -> bool:
     """Warns if the views of a batch are swapped; returns True if it has warned."""
-    shapes = {array.shape[1] for array in (*views, *means)}
-    if len(views) < 2 or len(means) < 2 or len(shapes) > 1 or len(views[0]) < FEWEST:
-        return False
-    if on_device(views):
+    if means is None or len(views) < 2 or len(views[0]) < FEWEST or on_device(views):
         return False
     rows = inputs.evenly_spaced(np.arange(len(views[0])), ROWS)
     some = [inputs.float32(inputs.host_array(view, "features")[rows]) for view in views]

@@ -96,13 +96,6 @@ def _cut(features: Float[Array, "n d"], start: Any, shards: int, rows: int) -> A
     return block.reshape(shards * rows, -1).astype(jnp.float32)
 
 
-def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]) -> Any:
-    """Returns a tree of arrays [n, ...]: `kernel(fitted, *views)`, computed in blocks of rows."""
-    columns = blocks_of(views)
-    function = partial(jax.jit(kernel), jax.device_put(fitted))
-    return columns[0].gather(map_blocks(function, *columns))
-
-
 # Principal directions -----------------------------------------------------------------------------
 
 # Shares of the variance that differ by less are equal but for rounding of float32, and variances of
@@ -116,12 +109,13 @@ def centred(features: Any, rows: Any, mean: Any) -> Float[Array, "n d"]:
 
 
 def principal(
-    view: Blocks, rows: Blocks, mean: Float[np.ndarray, " d"], shares: Sequence[float]
+    view: Blocks, rows: Blocks, mean: Float[np.ndarray, " d"], shares: Sequence[float], near: int
 ) -> list[Float[np.ndarray, "r d"]]:
     """Returns the fewest principal directions with each share of the variance (Eq. task-pca).
 
     Directions of a smaller share are the first ones of a larger share. `rows`: see `centred`. The
-    host decomposes the scatter: XLA compiles `eigh` for a TPU for minutes.
+    host decomposes the scatter, since XLA compiles `eigh` for a TPU for minutes; it saves time if
+    the number of directions is `near`.
     """
     if max(shares) > 1.0 - ROUNDING or len(view.features) < len(mean):
         return _principal_in_float64(view, shares)
@@ -131,27 +125,36 @@ def principal(
         if view.mapped:
             jax.block_until_ready(total)
     matrix = jax.device_get(total)
-    variances, vectors = scipy.linalg.eigh(matrix, driver="evd")
+    total = matrix.trace()
+    last = len(matrix) - 1
+    first = max(last - 5 * near // 4 - 16, 0)
+    variances, vectors = scipy.linalg.eigh(matrix, subset_by_index=(first, last))
+    if variances[16:].sum() < max(shares) * total:
+        variances, vectors = scipy.linalg.eigh(matrix, driver="evd")
     directions = vectors.T[::-1]
-    rounding = ROUNDING * float(variances[-1])
-    ranks = retained_ranks(variances[::-1], rounding, shares, len(view.features))
+    rounding = ROUNDING * variances[-1]
+    ranks = retained_ranks(variances[::-1], total, rounding, shares, len(view.features))
     for rank in ranks:
         directions = _separated(directions, matrix, rank)
     return [directions[:rank] for rank in ranks]
 
 
 def retained_ranks(
-    variances: Float[np.ndarray, " k"], rounding: float, shares: Sequence[float], count: int
+    variances: Float[np.ndarray, " k"],
+    total: float,
+    rounding: float,
+    shares: Sequence[float],
+    count: int,
 ) -> list[int]:
-    """Returns how many of descending variances have each share of the sum.
+    """Returns how many of descending variances have each share of a total.
 
     They are at most those above `rounding`, and one less than the `count` of samples.
     """
     most = min(count - 1, int((variances > rounding).sum()))
-    reached = np.cumsum(np.maximum(variances, 0.0), dtype=float)
+    reached = np.cumsum(variances, dtype=float)
     ranks = []
     for share in shares:
-        rank = int((reached < (share - ROUNDING) * reached[-1]).sum()) + 1
+        rank = int((reached < (share - ROUNDING) * total).sum()) + 1
         ranks.append(most if share > 1.0 - ROUNDING else min(rank, most))
     return ranks
 
@@ -168,7 +171,7 @@ def _principal_in_float64(view: Blocks, shares: Sequence[float]) -> list[Float[n
     variances, vectors = scipy.linalg.eigh(near @ near.T if few else near.T @ near)
     directions = (near.T @ vectors if few else vectors).T[::-1]
     rounding = np.finfo(np.float32).eps ** 2 * np.square(features).sum()
-    ranks = retained_ranks(variances[::-1], rounding, shares, len(features))
+    ranks = retained_ranks(variances[::-1], variances.sum(), rounding, shares, len(features))
     return [unit(directions[:rank]).astype(np.float32) for rank in ranks]
 
 

@@ -16,7 +16,7 @@ feature, so that a sweep of settings measures once.
 import math
 from collections.abc import Sequence
 from functools import cached_property, partial
-from itertools import starmap
+from itertools import starmap, zip_longest
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from fdc_jax.calibration import checks, compiled, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.compiled import Blocks
-from fdc_jax.calibration.settings import Settings, Switches
+from fdc_jax.calibration.settings import Settings, Switches, on_device
 from fdc_jax.calibration.shapes import (
     groups_of,
     mean_of_smallest,
@@ -52,14 +52,18 @@ RATIO_ROUNDING = 2.0**-18
 
 
 def subspaces(
-    blocks: Sequence[Blocks], given: inputs.TaskInput, shares: Sequence[float]
+    blocks: Sequence[Blocks],
+    given: inputs.TaskInput,
+    shares: Sequence[float],
+    earlier: Sequence[Task],
 ) -> list[tuple[View, ...]]:
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
     rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # of the head, from 1; padding has 0
     centres = means_and_prototypes(rows, blocks, given)
+    expected = [len(views[-1].basis) for views in by_view(earlier)]
     views = []
-    for block, (mean, prototypes) in zip(blocks, centres, strict=True):
-        bases = compiled.principal(block, rows, mean, shares)
+    for block, (mean, prototypes), count in zip_longest(blocks, centres, expected, fillvalue=0):
+        bases = compiled.principal(block, rows, mean, shares, count)
         views.append([View(mean, basis, prototypes) for basis in bases])
     return [*zip(*views, strict=True)]
 
@@ -156,7 +160,7 @@ def measure(features: Float[Array, "n d"], tasks: PackedTasks) -> Measured:
 @jax.jit
 def measure_views(tasks: Sequence[PackedTasks], *views: Float[Array, "n _"]) -> list[Measured]:
     """Returns `measure` of features by view, in one program."""
-    return [measure(*pair) for pair in zip(views, tasks, strict=True)]
+    return [*map(measure, views, tasks)]
 
 
 def residual_ratio(centred: Any, within: Any) -> Float[Array, " n"]:
@@ -347,22 +351,25 @@ class FDC(Calibrator):
         self.check(given)
         settings = self.settings
         blocks = compiled.blocks_of(given.views)
-        (views,) = subspaces(blocks, given, [settings.retained_energy])  # Line 6.
+        (views,) = subspaces(blocks, given, [settings.retained_energy], self.tasks)  # Line 6.
         # The task against itself, and line 9; `measure` reads no moments.
         packed = pack([Task(views)], [given.counts], [given.head], 1)
         measured = partial(measure_views, jax.device_put(packed))
         own = blocks[0].gather(compiled.map_blocks(measured, *blocks))
-        affinities = [affinity_moments(view, settings.neighbours) for view in own]
         complete = [
-            view._replace(residual=moments(measured.residual), affinity=affinity)
-            for view, measured, affinity in zip(views, own, affinities, strict=True)
+            view._replace(
+                residual=moments(measured.residual),
+                affinity=affinity_moments(measured, settings.neighbours),
+            )
+            for view, measured in zip(views, own, strict=True)
         ]
         logits = [filtered(own[0], packed[0], gamma) for gamma in (0, settings.attenuation)]
         scales = [moments(z.max(axis=-1))[1] for z in logits]  # Line 10.
         checks.warn_without_residual(complete, given)
-        foreign = []  # Line 7.
-        for block, earlier in zip(blocks, by_view(self.tasks), strict=False):
-            foreign.append(foreign_residuals(block, *packed_subspaces(earlier)).T)
+        foreign = [  # Line 7.
+            foreign_residuals(block, *packed_subspaces(earlier)).T
+            for block, earlier in zip(blocks, by_view(self.tasks), strict=False)
+        ]
         self.add(given, Task(complete, *scales), foreign, logits[0])
 
     def check(self, given: inputs.TaskInput) -> None:
@@ -401,8 +408,8 @@ class FDC(Calibrator):
         given = self._batch(adapted, pretrained, needed, wait)
         return compiled.blocks_of(given), [part[: len(given)] for part in self._packed]
 
-    @cached_property
-    def _unit_means(self) -> list[Float[np.ndarray, "c d"]]:
+    def unit_means(self) -> list[Float[np.ndarray, "c d"]]:
+        """See `Calibrator.unit_means`."""
         prototypes = attrgetter("prototypes")
         return [np.concatenate([*map(prototypes, views)]) for views in by_view(self.tasks)]
 
@@ -414,8 +421,7 @@ class FDC(Calibrator):
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 15 to 20)."""
         blocks, packed = self.batch(adapted, pretrained, wait=False)
-        settings = jax.device_put((self.settings, Switches()))
-        score = partial(calibrated, *packed, *settings)
+        score = partial(calibrated, *packed, *on_device(self.settings, Switches()))
         scores, rows = blocks[0].gather(compiled.map_blocks(score, *blocks))
         scores = scores[:, : self.num_tasks]
         if not np.isfinite(scores).all():

@@ -34,7 +34,6 @@ from jaxtyping import Bool, Float, Int
 
 from fdc_jax.calibration import checks, confidence, drift, familiarity, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
-from fdc_jax.calibration.compiled import in_blocks
 from fdc_jax.calibration.familiarity import OWN_SHARE, shared_precision
 from fdc_jax.calibration.shapes import padded, padded_size
 from fdc_jax.errors import InputError
@@ -290,7 +289,7 @@ class Gaussians(Calibrator):
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
         """Returns the probability of every class and the typicality, in (0, 1], of a batch."""
         views = self._checked(adapted, pretrained)
-        familiar, half_squares = in_blocks(familiarity.compare, self._reference, views[-1])
+        familiar, half_squares = inputs.in_blocks(familiarity.compare, self._reference, views[-1])
         scores = self._fuse(self._by_view(views))
         probabilities = self.confidence.probabilities(scores, self._spread(half_squares))
         return probabilities, self.familiarity.typicality(self._reference, familiar)
@@ -319,14 +318,14 @@ class Gaussians(Calibrator):
         views = self._batch(adapted, pretrained, True)
         return views[1:] if self.view else views
 
-    @property
-    def _unit_means(self) -> Sequence[Float[np.ndarray, "c d"]]:
+    def unit_means(self) -> Sequence[Float[np.ndarray, "c d"]]:
+        """See `Calibrator.unit_means`."""
         present = np.concatenate(self.counts) > 0
         return [view.means[present] for view in self.views]
 
     def _by_view(self, views: Sequence[Any]) -> dict[str, Any]:
         """Returns the scores of all classes by view."""
-        return in_blocks(class_scores, self._metrics, *views)
+        return inputs.in_blocks(class_scores, self._metrics, *views)
 
     @cached_property
     def _metrics(self) -> list[Metric]:

@@ -5,7 +5,8 @@ Arrays come from NumPy (memory maps included), JAX, or any library that offers `
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from fdc_jax.calibration.compiled import in_blocks
+from fdc_jax.calibration.compiled import blocks_of, map_blocks
 from fdc_jax.calibration.shapes import squared_norm
 from fdc_jax.errors import InputError
 from fdc_jax.heads import KINDS
@@ -154,6 +155,13 @@ def blocks(features: np.ndarray) -> Iterator[tuple[slice, Float[np.ndarray, "blo
     for start in range(0, len(features), BLOCK_ROWS):
         rows = slice(start, start + BLOCK_ROWS)
         yield rows, float32(features[rows])
+
+
+def in_blocks(kernel: Callable[..., Any], fitted: Any, *views: Float[Any, "n _"]) -> Any:
+    """Returns a tree of arrays [n, ...]: `kernel(fitted, *views)`, computed in blocks of rows."""
+    columns = blocks_of(views)
+    function = partial(jax.jit(kernel), jax.device_put(fitted))
+    return columns[0].gather(map_blocks(function, *columns))
 
 
 def evenly_spaced(values: np.ndarray, most: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Settings and components of FDC."""
 
+from functools import cache
 from typing import Annotated, NamedTuple
 
 import jax
@@ -48,6 +49,12 @@ class Switches(NamedTuple):
     adapted_view: bool = True
     pretrained_view: bool = True
     nearest: bool = False
+
+
+@cache
+def on_device(settings: Settings, on: Switches) -> tuple[Settings, Switches]:
+    """Returns settings and components as compiled functions read them."""
+    return jax.device_put((settings, on))
 
 
 # Rows of Table current-ablation, then of Table plugin with one view: fields of `Switches`.

@@ -69,10 +69,16 @@ class PackedTasks(NamedTuple):
 
 
 # Padding by field: least sizes of the leading axes of a task, and the value.
-_LEAST = {"basis": (16,), "directions": (8,), "offset": (8,), "weight": (4,), "inside": (4, 16)}
-_LEAST |= {"centre": (16,), "bias": (4,)}
-_FILL = {"offset": np.inf, "bias": -np.inf}
-_FILL |= {"residual_deviation": 1.0, "distance_deviation": 1.0}
+_LEAST = {
+    "basis": (16,),
+    "directions": (8,),
+    "offset": (8,),
+    "weight": (4,),
+    "inside": (4, 16),
+    "centre": (16,),
+    "bias": (4,),
+}
+_FILL = {"offset": np.inf, "bias": -np.inf, "residual_deviation": 1.0, "distance_deviation": 1.0}
 
 
 def stacked(tasks: Sequence[PackedTasks], count: int) -> PackedTasks:

@@ -19,7 +19,14 @@ from fdc_jax.calibration import checks, compiled, fdc, inputs
 from fdc_jax.calibration.calibrator import Calibrator
 from fdc_jax.calibration.fdc import FDC, Measured, PackedTasks
 from fdc_jax.calibration.shapes import groups_of, mean_of_smallest
-from fdc_jax.calibration.statistics import Task, View, pack, packed_moments, stacked
+from fdc_jax.calibration.statistics import (
+    Task,
+    View,
+    by_view,
+    pack,
+    packed_moments,
+    stacked,
+)
 from fdc_jax.calibration.terms import Terms
 
 # The axis of eta, in the statistics and in the measurements that depend on it.
@@ -53,18 +60,14 @@ class Sweep(Calibrator):
             calibrator.check(given)
         blocks = compiled.blocks_of(given.views)
         earlier = [self._of(eta).tasks for eta in self.etas]
-        by_eta = fdc.subspaces(blocks, given, self.etas)
+        by_eta = fdc.subspaces(blocks, given, self.etas, earlier[-1])
         (host, *_) = packed = pack([Task(by_eta[-1])], [given.counts], [given.head], 1)
-        alone = [
-            with_leading(view, [[views[index]] for views in by_eta])
-            for index, view in enumerate(packed)
-        ]
+        alone = [*map(with_leading, packed, _by_view([[Task(views)] for views in by_eta]))]
         by_block = compiled.map_blocks(partial(measure_by_eta, alone), *blocks)
         own = blocks[0].gather(by_block)
         residuals = []
-        for index, block in enumerate(blocks if self.classes else ()):
-            groups, mean_std = _subspaces(_views(earlier, index))
-            residuals.append(fdc.foreign_residuals(block, groups, mean_std, _measure))
+        for block, views in zip(blocks, _by_view(earlier), strict=False):
+            residuals.append(fdc.foreign_residuals(block, *_subspaces(views), _measure))
 
         # Several settings have these in common.
         @cache
@@ -119,9 +122,8 @@ class Sweep(Calibrator):
         Settings that follow each other take less time if they have the same eta and K.
         """
         blocks, (packed, _) = self._of(self.etas[-1]).batch(adapted, pretrained)
-        by_eta, tasks = [self._of(eta).tasks for eta in self.etas], []
-        for index, of in enumerate(packed):
-            tasks.append(with_leading(of, _views(by_eta, index)))
+        views = _by_view([self._of(eta).tasks for eta in self.etas])
+        tasks = [*map(with_leading, packed, views)]
         measured = compiled.map_blocks(partial(measure_by_eta, tasks), *blocks)
         chosen, selected = None, []
         for calibrator in self.calibrators:
@@ -143,7 +145,7 @@ _measure = jax.jit(jax.vmap(fdc.measure, (None, _OF_TASKS), _OF_MEASURED))
 @jax.jit
 def measure_by_eta(tasks: Sequence[PackedTasks], *views: Float[Array, "n _"]) -> list[Measured]:
     """Returns `fdc.measure` by view, with an axis of eta in what depends on it."""
-    return [_measure(*pair) for pair in zip(views, tasks, strict=True)]
+    return [*map(_measure, views, tasks)]
 
 
 def with_leading(packed: PackedTasks, by_eta: Sequence[Sequence[View]]) -> PackedTasks:
@@ -189,9 +191,6 @@ def _subspaces(by_eta: Sequence[Sequence[View]]) -> tuple[list[PackedTasks], Any
     return leading, np.array(mean_std, np.float32)
 
 
-def _views(by_eta: Sequence[Sequence[Task]], index: int) -> list[list[View]]:
-    """Returns one view of tasks by eta."""
-    views = []
-    for tasks in by_eta:
-        views.append([task.views[index] for task in tasks])
-    return views
+def _by_view(by_eta: Sequence[Sequence[Task]]) -> list[tuple[Sequence[View], ...]]:
+    """Returns the views of tasks by view and eta."""
+    return [*zip(*map(by_view, by_eta), strict=True)]

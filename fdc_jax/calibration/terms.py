@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from fdc_jax.calibration import compiled, fdc
 from fdc_jax.calibration.calibrator import Scores
 from fdc_jax.calibration.compiled import Blocks
-from fdc_jax.calibration.settings import COMPONENTS, Settings, Switches
+from fdc_jax.calibration.settings import COMPONENTS, Settings, Switches, on_device
 
 
 class Terms(NamedTuple):
@@ -29,7 +29,7 @@ class Terms(NamedTuple):
 
         Without any they are the raw logits.
         """
-        numbers = jax.device_put((self.settings, Switches(*on, **switches)))
+        numbers = on_device(self.settings, Switches(*on, **switches))
         common = self.tasks, self.ratios, *numbers
         scores, rows = self.blocks.gather([fdc.fuse(block, *common) for block in self.measured])
         count = len(self.classes)

@@ -10,7 +10,7 @@ def mean_and_basis(features, share):
     """Returns m_t and U_t as a task is fitted."""
     labels = np.zeros(len(features), int)
     given = inputs.TaskInput(0, [features], labels, np.zeros(1, int), np.array([len(features)]))
-    ((view,),) = fdc.subspaces(compiled.blocks_of([features]), given, [share])
+    ((view,),) = fdc.subspaces(compiled.blocks_of([features]), given, [share], [])
     return view.mean, view.basis
 
 
@@ -100,7 +100,8 @@ def test_equal_samples_have_no_subspace(samples, width):
 )
 def test_rank_is_the_fewest_components(values, share, count, rank):
     variances = np.array(values, float)
-    assert compiled.retained_ranks(variances, 1e-6, [share, 0.1], count)[0] == rank
+    total = np.clip(variances, 0.0, None).sum()
+    assert compiled.retained_ranks(variances, total, 1e-6, [share, 0.1], count)[0] == rank
 
 
 def test_padded_sizes_are_few_and_tight():

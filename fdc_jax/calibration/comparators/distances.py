@@ -13,8 +13,7 @@ import scipy.linalg
 from jaxtyping import Array, Float
 
 from fdc_jax.calibration.comparators.base import Comparator, class_means, within_classes
-from fdc_jax.calibration.compiled import in_blocks
-from fdc_jax.calibration.inputs import float32
+from fdc_jax.calibration.inputs import float32, in_blocks
 from fdc_jax.calibration.shapes import squared_norm
 from fdc_jax.heads import products, unit
 

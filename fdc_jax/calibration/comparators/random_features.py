@@ -15,8 +15,7 @@ import scipy.linalg
 from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
-from fdc_jax.calibration.compiled import in_blocks
-from fdc_jax.calibration.inputs import BLOCK_ROWS, NotApplicable, float32, whole_number
+from fdc_jax.calibration.inputs import BLOCK_ROWS, NotApplicable, float32, in_blocks, whole_number
 from fdc_jax.heads import products, unit
 
 _products = jax.jit(products)
