@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks import measure, synthetic
 from fdc_jax import learners
 from fdc_jax.calibration import fdc
-from fdc_jax.calibration.settings import Settings, Switches
+from fdc_jax.calibration.settings import Settings, Switches, on_device
 from fdc_jax.calibration.statistics import Task, View, pack
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
@@ -120,7 +120,7 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
     packed = pack([Task([view, view])] * tasks, [np.ones(classes)] * tasks, heads, tasks)
     features = [np.zeros((rows, width), np.float32)] * 2
     ratios = [fdc.log_ratio(1.0, 1.0)] * 2
-    arguments = packed, ratios, Settings(), Switches(), *features
+    arguments = packed, ratios, *on_device(Settings(), Switches()), *features
     first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
     return Program(fdc.calibrated, _sharded(first, jax.device_put(arguments)), rows)
 

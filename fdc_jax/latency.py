@@ -20,6 +20,7 @@ import numpy as np
 
 import fdc_jax
 from fdc_jax.calibration import FDC, fdc
+from fdc_jax.calibration.settings import Switches, on_device
 from fdc_jax.errors import InputError, Program
 from fdc_jax.heads import products, unit
 from fdc_jax.machine import devices
@@ -53,7 +54,7 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
         copied.tasks = [task._replace(views=task.views[:1]) for task in copied.tasks]
         copied.references, copied.widths = copied.references[:1], copied.widths[:1]
     _, packed = copied.batch(*(np.zeros((1, width), np.float32) for width in copied.widths))
-    settings = jax.device_put((copied.settings, fdc.Switches()))
+    settings = on_device(copied.settings, Switches())
     starts = np.cumsum([0, *map(len, copied.classes)])[:-1]
     labels = np.concatenate(copied.classes)
 

@@ -261,8 +261,8 @@ def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
         return Foreign()
     means = np.concatenate([u.mean(axis=1, dtype=float) for u in residuals])  # mu_jt
     variances = np.concatenate([u.var(axis=1, dtype=float) for u in residuals])  # V_jt
-    mean = float(means.mean())
-    variance = max(float((variances + (means - mean) ** 2).mean()), SCALE_FLOOR)
+    mean = means.mean()
+    variance = max((variances + (means - mean) ** 2).mean(), SCALE_FLOOR)
     ratio = log_ratio(mean, variance)
     sizes = [np.abs(np.polyval(ratio, u.ravel().astype(float))) for u in residuals]
     tau = np.median(np.concatenate(sizes).astype(np.float32))
@@ -282,9 +282,9 @@ def evidence(
     def general():
         distance = mean_of_smallest(view.distances, neighbours)
         of_input = {"axis": 1, "where": tasks.raw_scale[None] > 0, "keepdims": True}
-        center = jnp.where(nearest, distance.mean(**of_input), mean)
+        centre = jnp.where(nearest, distance.mean(**of_input), mean)
         spread = jnp.where(nearest, distance.std(**of_input), deviation)
-        return standardised(distance, center, jnp.maximum(spread, SCALE_FLOOR))
+        return standardised(distance, centre, jnp.maximum(spread, SCALE_FLOOR))
 
     u = standardised(view.residual, tasks.residual_mean[None], tasks.residual_deviation[None])
     return u, -jax.lax.cond((neighbours == 1) & ~nearest, usual, general)
@@ -303,17 +303,16 @@ def fuse(
     `measured`, `tasks` and `ratios` (`log_ratio`) have an item by view. RLC says nothing if neither
     the input nor any sample of the task has a residual.
     """
-    share = Switches(*map(jnp.float32, on))
-    logits = filtered(measured[0], tasks[0], share.tsf * settings.attenuation)
+    logits = filtered(measured[0], tasks[0], on.tsf * settings.attenuation)
     score = logits.max(axis=-1)
-    scale = jnp.where(on.tsf, tasks[0].filtered_scale, tasks[0].raw_scale)[None]
-    alpha = share.rlc * settings.rlc_weight
-    beta = share.pac * settings.pac_weight
-    adapted = share.adapted_view * settings.adapted_view_weight
-    pretrained = share.pretrained_view * settings.pretrained_view_weight
+    scale = jnp.where(on.tsf > 0, tasks[0].filtered_scale, tasks[0].raw_scale)[None]
+    alpha = on.rlc * settings.rlc_weight
+    beta = on.pac * settings.pac_weight
+    adapted = on.adapted_view * settings.adapted_view_weight
+    pretrained = on.pretrained_view * settings.pretrained_view_weight
     views = zip(measured, tasks, ratios, (adapted, pretrained), strict=False)
     for view, task, (square, linear, constant), weight in views:
-        u, q = evidence(view, task, settings.neighbours, on.nearest)
+        u, q = evidence(view, task, settings.neighbours, on.nearest > 0)
         silent = jnp.maximum(view.residual, task.residual_mean[None]) == 0
         rlc = jnp.where(silent, 0.0, jnp.tanh((square * u + linear) * u + constant))  # Eq. llr
         pac = jnp.tanh(q)  # Eq. pac-correction

@@ -53,8 +53,8 @@ class Switches(NamedTuple):
 
 @cache
 def on_device(settings: Settings, on: Switches) -> tuple[Settings, Switches]:
-    """Returns settings and components as compiled functions read them."""
-    return jax.device_put((settings, on))
+    """Returns settings and components as compiled functions read them, as numbers."""
+    return jax.device_put((settings, Switches(*map(float, on))))
 
 
 # Rows of Table current-ablation, then of Table plugin with one view: fields of `Switches`.
