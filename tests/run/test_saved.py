@@ -21,36 +21,47 @@ from tests import small_runs
 from tests.small_runs import contents, results
 
 
-def test_a_finished_run_is_opened_without_a_change(finished_run, cache):
+@pytest.fixture(scope="module")
+def opened(finished_run, cache):
     before = contents(finished_run)
-    run = fdc_jax.open_run(finished_run)
-    assert (run.num_tasks, run.config.train.rank) == (2, 10)
-    assert json.loads(msgspec.json.encode(run.results)) == results(finished_run)
-    assert sorted(run.class_names) == [str(digit) for digit in range(10)]
+    yield fdc_jax.open_run(finished_run)
+    assert contents(finished_run) == before
+
+
+def saved_features(run, name):
+    return np.load(run.folder / "features" / f"{name}.npy")
+
+
+def test_finished_run_has_its_settings_and_results(opened):
+    assert (opened.num_tasks, opened.config.train.rank) == (2, 10)
+    assert json.loads(msgspec.json.encode(opened.results)) == results(opened.folder)
+    assert sorted(opened.class_names) == [str(digit) for digit in range(10)]
+
+
+def test_encoders_of_a_finished_run_give_its_saved_features(opened):
     rows = np.array([3, 0, 58])
-    images = run.test_images(rows)
+    images = opened.test_images(rows)
     assert (images.shape, images.dtype) == ((3, 32, 32, 3), np.uint8)
     for name, t in (("test_adapted", 2), ("test_pretrained", 0)):
-        expected = np.load(finished_run / "features" / f"{name}.npy")[rows]
-        assert_allclose(run.features(images, t), expected, atol=1e-5)
+        expected = saved_features(opened, name)[rows]
+        assert_allclose(opened.features(images, t), expected, atol=1e-5)
     # Both are by E_1: of the first task after it, of the second one before it.
-    tasks = run.tasks
+    tasks = opened.tasks
     for task, name in enumerate(("train_adapted_0", "train_previous_1")):
         images = evaluation_images(tasks.train, tasks.train_indices[task][:4], 32)
-        saved = np.load(finished_run / "features" / f"{name}.npy")
-        assert_allclose(run.features(images, 1), saved[:4], atol=1e-5)
-    assert not (finished_run / "features" / "train_previous_0.npy").exists()
-    adapted, pretrained = (
-        np.load(finished_run / "features" / f"test_{view}.npy")
-        for view in ("adapted", "pretrained")
-    )
-    fdc = run.calibrator("fdc")
-    assert_array_equal(fdc.score(adapted, pretrained).label, run.predictions["fdc_label"])
-    for head, other in zip(run.heads(), fdc.heads, strict=True):
-        assert_array_equal(head.weight, other.weight)
+        expected = saved_features(opened, name)[:4]
+        assert_allclose(opened.features(images, 1), expected, atol=1e-5)
+    assert not (opened.folder / "features" / "train_previous_0.npy").exists()
     with pytest.raises(InputError, match="expected E_0 to E_2, found E_3"):
-        run.encoder(3)
-    assert contents(finished_run) == before
+        opened.encoder(3)
+
+
+def test_calibrator_of_a_finished_run_repeats_its_predictions(opened):
+    fdc = opened.calibrator("fdc")
+    views = [saved_features(opened, name) for name in ("test_adapted", "test_pretrained")]
+    assert_array_equal(fdc.score(*views).label, opened.predictions["fdc_label"])
+    for head, expected in zip(opened.heads(), fdc.heads, strict=True):
+        assert_array_equal(head.weight, expected.weight)
 
 
 def test_a_stopped_run_is_opened_as_far_as_it_went(stopped_run):
