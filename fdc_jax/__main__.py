@@ -15,7 +15,12 @@ PROGRAMS = {
     "export": "make a run one folder that predicts",
     "posthoc": "calibrate heads from a file of features",
 }
-_MODULES = {"run": "command", "report": "report.command", "posthoc": "posthoc.command"}
+_MODULES = {
+    "run": "command",
+    "paper": "paper.command",
+    "report": "report.command",
+    "posthoc": "posthoc.command",
+}
 
 
 def load(name: str):

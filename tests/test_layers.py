@@ -19,16 +19,17 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 27_360,
-    "data": 14_040,
+    "calibration": 27_350,
+    "data": 14_120,
     "features": 3_470,
-    "learners": 20_275,
-    "machine": 7_635,
-    "model": 10_940,
-    "package": 17_580,
-    "posthoc": 3_380,
+    "learners": 20_320,
+    "machine": 7_640,
+    "model": 10_990,
+    "package": 13_530,
+    "paper": 5_950,
+    "posthoc": 3_370,
     "report": 20_970,
-    "run": 21_060,
+    "run": 21_470,
 }
 
 

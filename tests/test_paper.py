@@ -11,12 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fdc_jax import paper
+from fdc_jax import learners
 from fdc_jax.data import benchmarks
-from fdc_jax.errors import Interrupted
+from fdc_jax.errors import InputError, Interrupted, StopRequest
 from fdc_jax.machine import files
+from fdc_jax.paper import command, measurements, plan, workers
+from fdc_jax.paper.workers import Outcome
+from fdc_jax.report import paper
+from fdc_jax.run import estimate
 from tests import small_runs
 
 SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
@@ -25,15 +30,15 @@ NINE = "cumulative_lora ewc_lora sd_lora splitlora inflora inflora_ca lora_subtr
 
 
 def dry_run(monkeypatch, capsys, *arguments):
-    """Returns the printed plan, without a timed step."""
-    monkeypatch.setattr(paper, "measure", lambda runs, stop: {})
-    assert paper.main([*arguments, "--dry_run"]) == 0
+    """Returns the printed plan, without measurements."""
+    monkeypatch.setattr(measurements, "measure", lambda runs, timed, stop: {})
+    assert command.main([*arguments, "--dry_run"]) == 0
     return capsys.readouterr().out
 
 
-def rows(plan):
+def rows(text):
     """Returns the cells of the rows of a plan up to the state."""
-    lines = plan.partition("\n\n")[0].splitlines()[2:]
+    lines = text.partition("\n\n")[0].splitlines()[2:]
     return [re.split(r" {2,}", line.strip())[:5] for line in lines]
 
 
@@ -42,14 +47,14 @@ def test_the_plan_has_135_runs_the_most_valuable_first(tmp_path, monkeypatch, ca
         (tmp_path / file).touch()
     (tmp_path / "omnibenchmark" / "train" / "1").mkdir(parents=True)
     (tmp_path / "omnibenchmark" / "train" / "1" / "1.png").touch()
-    plan = dry_run(monkeypatch, capsys, f"--data={tmp_path}", f"--workdir={tmp_path / 'runs'}")
-    actual = [row[1:4] for row in rows(plan)]
-    titles = [benchmarks.BENCHMARKS[name].title for name in paper.paper.benchmarks()]
-    learned = [paper.learners.title(name) for name in NINE.split()]
+    monkeypatch.setattr(plan, "open_input", lambda shared, config, fetch: "ready")
+    text = dry_run(monkeypatch, capsys, f"--data={tmp_path}", f"--workdir={tmp_path / 'runs'}")
+    actual = [row[1:4] for row in rows(text)]
+    titles = [benchmarks.BENCHMARKS[name].title for name in paper.benchmarks()]
+    learned = [learners.title(name) for name in NINE.split()]
     assert actual == [[b, n, f"seed {s}"] for s in "123" for n in learned for b in titles]
     assert len(actual) == 135
-    missing = [line for line in plan.splitlines() if line.startswith("missing: ")]
-    (of_r,) = missing
+    (of_r,) = [line for line in text.splitlines() if line.startswith("missing: ")]
     page = benchmarks.ARCHIVES["imagenet_r"][1]
     assert of_r == (
         "missing: ImageNet-R: put imagenet-r (archive or folder; size not published) into "
@@ -67,10 +72,10 @@ def test_plan_shows_finished_and_stopped_runs(
     config = folder / "seed_2" / "config.json"
     config.write_text(config.read_text().replace('"seed": [\n    1', '"seed": [\n    2'))
     arguments = [*DIGITS, *SMALL, "--config.calibrators=fdc,gaussians", f"--workdir={tmp_path}"]
-    plan = dry_run(monkeypatch, capsys, *arguments)
+    text = dry_run(monkeypatch, capsys, *arguments)
     states = ["done", "to do", "begun", "to do", "other", "to do"]
-    assert [row[4] for row in rows(plan)] == states
-    with paper.locked(folder / "seed_2" / ".worker"):
+    assert [row[4] for row in rows(text)] == states
+    with files.locked(folder / "seed_2" / ".worker"):
         assert rows(dry_run(monkeypatch, capsys, *arguments))[2][4] == "running"
 
 
@@ -81,12 +86,14 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
     options.workdir = str(tmp_path)
     given = dict(word.split("=", 1) for word in SMALL)
     given["--config.calibrators"] = "fdc,gaussians"
-    runs, _ = paper.plan(options, given)
-    assert all(hours != hours for hours, _ in paper.needs(runs, {}))
+    runs, _ = plan.make(options, given)
+    assert all(np.isnan(need.hours) for need in plan.needs(runs, {}))
     shutil.copytree(finished_run, runs[0].folder)
-    longer, _ = paper.plan(options, given | {"--config.train.epochs": "4"})
-    needed, needed_longer = paper.needs(runs, {}), paper.needs([runs[0], *longer[1:]], {})
-    assert needed[0] == (0, 0)
+    longer, _ = plan.make(options, given | {"--config.train.epochs": "4"})
+    needed, needed_longer = plan.needs(runs, {}), plan.needs([runs[0], *longer[1:]], {})
+    assert (needed[0].hours, needed[0].gib) == (0, 0)
+    device = small_runs.results(finished_run)["device"]
+    assert needed[1].source == f"{device} (finished runs)"
     timing = small_runs.results(finished_run)["timing"]
     parts = ("training", "compile", "test_extraction", "extraction_compile")
     parts += tuple(f"{view}_extraction" for view in ("adapted", "pretrained", "previous"))
@@ -119,7 +126,7 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
 )
 def test_wrong_arguments_of_the_paper_are_one_line(arguments, message, capsys, tmp_path):
     digits = [] if "--benchmarks" in arguments[0] else DIGITS[:1]
-    assert paper.main([*digits, *arguments, f"--workdir={tmp_path}"]) == 2
+    assert command.main([*digits, *arguments, f"--workdir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
 
@@ -148,6 +155,112 @@ def start(workdir, cache, *arguments, digits=DIGITS):
     )
 
 
+def made_up_plan(workdir, *learner_names, **flags):
+    """Returns runs of CUB-200, without their images."""
+    options = argparse.Namespace(
+        data="", benchmarks="cub200", learners=",".join(learner_names), seeds="1", workdir=workdir
+    )
+    runs, _ = plan.make(options, {f"--config.{name}": value for name, value in flags.items()})
+    return runs
+
+
+def test_hours_of_the_paper_follow_settings_and_learners(tmp_path):
+    (first, loda), (short, _) = (
+        plan.needs(made_up_plan(str(tmp_path), "cumulative_lora", "loda", **flags), {})
+        for flags in ({}, {"train.epochs": "5"})
+    )
+    # Table app-cost: 29.3 minutes of training and 3.0 of FDC.
+    assert first.hours == pytest.approx((29.3 + 3.0) / 60)
+    assert first.source == "1 x NVIDIA A100 80GB PCIe (the paper's, scaled)"
+    test = 0.5 * 2358 * np.mean(np.arange(1, 21) / 20) * 20
+    assert short.hours / first.hours == pytest.approx(
+        (6 * 9430 + test) / (21 * 9430 + test), rel=1e-6
+    )
+    # A step of LoDA has four passes; moments are measured three times.
+    assert loda.hours / first.hours == pytest.approx(
+        ((4 * 20 + 1.5 + 1) * 9430 + test) / (21 * 9430 + test), rel=1e-6
+    )
+
+
+def test_damaged_archive_and_absent_weights_are_named_once(tmp_path, monkeypatch, capsys):
+    (tmp_path / "cub.zip").touch()
+    arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--dry_run"]
+    arguments += [f"--workdir={tmp_path / 'runs'}", f"--config.cache_dir={tmp_path / 'cache'}"]
+    monkeypatch.setattr(measurements, "measure", lambda runs, timed, stop: {})
+    assert command.main([*arguments, "--learners=cumulative_lora,sd_lora"]) == 0
+    text = capsys.readouterr().out
+    (line,) = [line for line in text.splitlines() if line.startswith("missing: ")]
+    assert line.startswith("missing: CUB-200: ") and str(tmp_path / "cub.zip") in line
+    assert [row[4] for row in rows(text)] == ["no data", "to do"] * 4
+    assert "weights augreg B/16: to be downloaded" in text
+    assert "Digits: ready, 1,201 training and 596 test images, sha256 " in text
+
+
+def test_fetch_without_a_network_names_what_to_get(tmp_path, monkeypatch, capsys):
+    def refuse(*arguments, **options):
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    arguments = ["--benchmarks=cifar100", "--learners=cumulative_lora", "--seeds=1", "--fetch"]
+    arguments += [f"--workdir={tmp_path / 'runs'}", f"--config.cache_dir={tmp_path / 'cache'}"]
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    assert command.main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "missing: " in line]
+    assert len(lines) == 2
+    assert any("CIFAR-100: cannot download https://" in line for line in lines)
+    assert any("weights augreg B/16: cannot download weights" in line for line in lines)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, capsys):
+    """The cause came up in the first run; runs of other images go on."""
+    performed = []
+
+    def attempt(run, stop, worker, quiet):
+        performed.append((run.benchmark, run.seed))
+        (run.folder).mkdir(parents=True, exist_ok=True)
+        if run.benchmark == "cub200":
+            return Outcome(2, "fdc_jax.run: config.data.source: x.jpg: it is damaged")
+        return Outcome(3, "the loss is nan")
+
+    monkeypatch.setattr(workers, "attempt", attempt)
+    monkeypatch.setattr(measurements, "measure", lambda runs, timed, stop: {})
+    monkeypatch.setattr(plan, "open_input", lambda shared, config, fetch: "ready")
+    (tmp_path / "cub.zip").touch()
+    arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--workers=1"]
+    arguments += [f"--workdir={tmp_path / 'runs'}", "--learners=cumulative_lora"]
+    assert command.main(arguments) == 3
+    assert performed == [("cub200", 1), ("digits", 1), ("digits", 2)]
+    errors = capsys.readouterr().err
+    assert errors.count("missing: CUB-200: ") == 1 and errors.count("failed with code 3") == 2
+
+
+@pytest.mark.parametrize(
+    ("platform", "chips", "text", "variables"),
+    [
+        ("gpu", 2, "auto", [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "7"}]),
+        ("gpu", 2, "1", [{"CUDA_VISIBLE_DEVICES": "5"}]),
+        ("tpu", 1, "auto", [{"TPU_VISIBLE_CHIPS": "0"}]),
+        ("cpu", 1, "1", [{}]),
+    ],
+)
+def test_workers_share_the_visible_devices(platform, chips, text, variables, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    machine = estimate.Machine(1.0, {}, 8, "", platform=platform, chips=chips)
+    actual = workers.share_devices(text, {(): machine})
+    assert len(actual) == len(variables)
+    for worker, expected in zip(actual, variables, strict=True):
+        assert expected.items() <= worker.environment.items()
+
+
+def test_workers_on_processors_divide_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 5, 8})
+    cores = [worker.cores for worker in workers.share_devices("2", {})]
+    assert cores == [(2, 5), (3, 8)]
+    with pytest.raises(InputError, match="--workers: expected auto or 1 to 4, found '5'"):
+        workers.share_devices("5", {})
+
+
 def commands(folder):
     """Returns the commands in the log of a run."""
     lines = (folder / "log.txt").read_text().splitlines()
@@ -156,7 +269,7 @@ def commands(folder):
 
 def test_missing_data_are_named_once(tmp_path, capsys):
     arguments = ["--benchmarks=cub200,imagenet_a", "--seeds=1", f"--workdir={tmp_path}"]
-    assert paper.main(arguments) == 2
+    assert command.main(arguments) == 2
     output, errors = capsys.readouterr()
     assert len(rows(output)) == 18 and "nan" not in output
     titles = ("CUB-200: put cub ", "ImageNet-A: put imagenet-a ")
@@ -166,19 +279,19 @@ def test_missing_data_are_named_once(tmp_path, capsys):
 
 def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
     (log := tmp_path / "log.txt").symlink_to("/dev/full")
-    run = paper.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
+    run = plan.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
     line = f"cannot write {log}: No space left on device"
-    assert paper.attempt(run, paper.StopRequest()) == (2, line)
+    assert workers.attempt(run, StopRequest()) == Outcome(2, line)
 
 
 def test_last_lines_of_a_stopped_run_are_shown_once(tmp_path, monkeypatch, capsys):
     program = "import sys; sys.stdin.read(); print('after task 1/2: raw 1.00'); print('saved')"
-    monkeypatch.setattr(paper, "_PROGRAM", program)
-    run = paper.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
-    stop = paper.StopRequest()
+    monkeypatch.setattr(workers, "_PROGRAM", program)
+    run = plan.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
+    stop = StopRequest()
     stop.signal = signal.SIGTERM
     with pytest.raises(Interrupted):
-        paper.attempt(run, stop, quiet=False)
+        workers.attempt(run, stop, quiet=False)
     assert capsys.readouterr().err.count("seed 1, after task 1/2: raw 1.00\n") == 1
 
 
@@ -208,14 +321,14 @@ def test_report_is_current_by_content_not_by_date(
             "--config.calibrators=fdc,gaussians",
             f"--workdir={tmp_path / 'runs'}",
         ]
-        assert paper.main(arguments) == 0
+        assert command.main(arguments) == 0
         output = tmp_path / "runs" / "report"
         year_2100 = 4_102_444_800
         os.utime(output / "report.html", (year_2100, year_2100))
         latencies = output / "tables" / "latency.csv"
         return capsys.readouterr(), latencies.read_text() if latencies.exists() else ""
 
-    monkeypatch.setattr(paper, "_in_new_process", measure)
+    monkeypatch.setattr(measurements, "in_new_process", measure)
     folder = tmp_path / "runs" / "digits" / "cumulative_lora"
     shutil.copytree(finished_run, folder / "seed_1")
     printed, latencies = tables("1")
@@ -318,3 +431,82 @@ def test_ray_repeats_the_run_of_a_worker_that_dies(tmp_path, cache):
         small_runs.nothing_done_twice(folder)
     assert "0 runs left" in errors
     assert errors.count("after task 2/2") == 2
+
+
+def workers_of(pid):
+    """Returns the processes of runs that a command has started."""
+    return [child for child, command in children(pid).items() if "\0run\0" in command]
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_runs_that_are_killed_resume_to_the_tables_of_one_worker(tmp_path, cache):
+    rng = np.random.default_rng(0)
+    for name, count in (("one", "1"), ("two", "2")):
+        process = start(tmp_path / name, cache, "--seeds=1", f"--workers={count}")
+        kills = 0
+        while process.poll() is None and name == "two" and kills < 2:
+            time.sleep(rng.uniform(2, 6))
+            for pid in workers_of(process.pid)[:1]:
+                os.kill(pid, signal.SIGKILL)
+                kills += 1
+        _, errors = small_runs.finish(process)
+        assert errors.count("ended by SIGKILL; it is resumed") == kills
+    one, two = (
+        {path.name: path.read_text() for path in (tmp_path / name / "report/tables").glob("*.csv")}
+        for name in ("one", "two")
+    )
+    measured = {"cost.csv", "latency.csv"}
+    assert one.keys() == two.keys() and len(one) > 5
+    for name in one.keys() - measured:
+        assert one[name] == two[name], name
+
+
+# A stand-in of SLURM's `srun`: it starts a job step, and sends the signal of the time limit to all
+# of its processes once they train; `scontrol` writes down what it is told.
+SRUN = """#!{python}
+import os, pathlib, signal, subprocess, sys, time
+step = subprocess.Popen([{python!r}, *sys.argv[2:]])
+events = pathlib.Path({folder!r}, "metrics.jsonl")
+late = pathlib.Path({log!r}).exists()
+while step.poll() is None and not late:
+    late = events.exists() and '"training"' in events.read_text()
+    if late:
+        found = subprocess.run(["pgrep", "-P", str(step.pid)], capture_output=True, text=True)
+        for pid in [step.pid, *map(int, found.stdout.split())]:
+            os.kill(pid, signal.SIGTERM)
+    time.sleep(0.1)
+sys.exit(step.wait())
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not shutil.which("pgrep"), reason="needs pgrep")
+def test_script_for_slurm_resumes_after_the_time_limit(tmp_path, cache):
+    page = (small_runs.REPOSITORY / "docs" / "paper.md").read_text()
+    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)[1]
+    arguments = " ".join([*DIGITS[:1], "--learners=cumulative_lora", "--seeds=1", *SMALL])
+    script = script.replace("--data=DATA", f"{arguments} --workdir={tmp_path / 'runs'}")
+    folder, log = tmp_path / "runs" / "digits" / "cumulative_lora" / "seed_1", tmp_path / "requeued"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    srun = SRUN.format(python=sys.executable, folder=str(folder), log=str(log))
+    (tools / "srun").write_text(srun)
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    variables |= {"FDC_JAX_CACHE": str(cache)}
+    for code in (75, 0):
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=small_runs.REPOSITORY,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == code, done.stderr
+    assert log.read_text() == "requeue 17\n"
+    small_runs.results(folder)
+    assert (tmp_path / "runs" / "report" / "report.html").exists()

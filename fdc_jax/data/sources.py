@@ -38,6 +38,19 @@ def fields_of(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
     return {"data.source": str(folder)}
 
 
+def is_to_download(name: str, cache: Path, source: str = "", data_dir: str = "") -> bool:
+    """Returns True if `open_splits` with these arguments would download images."""
+    if name != "cifar100" or source or (cache / "data" / cifar100.ARCHIVE_NAME).exists():
+        return False
+    return not (_prepared(data_dir) / name).is_dir()
+
+
+def _prepared(data_dir: str) -> Path:
+    """Returns the folder of data that TFDS prepared."""
+    default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
+    return named_path("config.data.dir", data_dir or default)
+
+
 def open_splits(
     name: str,  # of a benchmark, or any other
     cache: Path,  # folder of downloads, unpacked archives and hashes of images
@@ -96,8 +109,7 @@ def open_splits(
                 if root not in existing:  # Only this call reads the folder; it may be large.
                     archive.remove(root)
                 raise InputError(str(error).replace(str(root), str(path))) from error
-    default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
-    prepared = named_path("config.data.dir", data_dir or default)
+    prepared = _prepared(data_dir)
     if (prepared / name).is_dir():
         from fdc_jax.data import tfds_format  # The import takes seconds.
 

@@ -122,7 +122,7 @@ def _read(name: str, file: Path) -> types.ModuleType | None:
     return module
 
 
-def _imported(name: str) -> type[Learner]:
+def imported(name: str) -> type[Learner]:
     """Returns the class of a learner, or `Learner` if its module was not imported."""
     module = sys.modules.get(name)
     return _packaged().get(name) or (module and _defined_in(module)) or Learner
@@ -133,12 +133,12 @@ def _imported(name: str) -> type[Learner]:
 
 def title(name: str) -> str:
     """Returns the name of a learner in tables; `name` if its module was not imported."""
-    return _imported(name).title or name
+    return imported(name).title or name
 
 
 def selected(name: str) -> str:
     """Returns the components that the paper enables for a learner, a key of `components`, or ""."""
-    return _imported(name).selected if name in names(trained=True) else ""
+    return imported(name).selected if name in names(trained=True) else ""
 
 
 def section(name: str) -> str:
@@ -148,7 +148,7 @@ def section(name: str) -> str:
 
 def default_options(name: str, benchmark: str) -> dict[str, Value]:
     """Returns the defaults of a learner's options on a benchmark, by option."""
-    return structs.asdict(_imported(name).options(benchmark)())
+    return structs.asdict(imported(name).options(benchmark)())
 
 
 def option_types(learner: type[Learner], benchmark: str) -> dict[str, type[msgspec.Struct]]:

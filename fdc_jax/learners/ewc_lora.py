@@ -57,6 +57,7 @@ class EWCLoRA(Learner):
     """EWC-LoRA, as described above."""
 
     title = "EWC-LoRA"
+    extra_passes = 1.0  # squared gradients
     paper_row = 1
     mean_over_images = True
 

@@ -53,6 +53,7 @@ class InfLoRA(Learner):
     """InfLoRA, as described above."""
 
     title = "InfLoRA"
+    extra_passes = 1.0  # moments before and after
     paper_row = 4
     task_count = "the energy that is protected goes from lamb to lame in proportion to their number"
     mean_over_images = True

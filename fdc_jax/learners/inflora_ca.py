@@ -57,6 +57,7 @@ class InfLoRACA(InfLoRA):
     """InfLoRA+CA, as described above."""
 
     title = "InfLoRA+CA"
+    extra_passes = 1.5  # moments, class features
     paper_row = 5
 
     logit_temperature: Annotated[

@@ -102,6 +102,10 @@ class Learner:
     mean_over_images: ClassVar[bool] = False
     joint: ClassVar[bool] = False  # True: all classes of a stream are one task
     trains: ClassVar[bool] = True  # False: a run takes no steps, and every encoder is E_0
+    # Cost in forward and backward passes: of an image in a step, and of a task's images in other
+    # methods (0.5 for each time that they are encoded).
+    step_passes: ClassVar[float] = 1.0
+    extra_passes: ClassVar[float] = 0.0
 
     def __init_subclass__(cls) -> None:
         _note_errors(cls)

@@ -85,6 +85,8 @@ class LoDA(Learner):
     """LoDA, as described above."""
 
     title = "LoDA"
+    extra_passes = 1.5  # moments before, and twice after
+    step_passes = 4.0  # two half-steps, each looks ahead
     paper_row = 7
     selected = "pac+rlc_adapted_view"
     mean_over_images = True

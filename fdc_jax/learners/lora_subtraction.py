@@ -78,6 +78,7 @@ class LoRASubtraction(Learner):
     """LoRA-Subtraction, as described above."""
 
     title = "LoRA-Subtraction"
+    extra_passes = 1.0  # moments, class features
     paper_row = 6
     selected = "pac+rlc_adapted_view"
 

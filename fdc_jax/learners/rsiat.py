@@ -99,6 +99,8 @@ class RSIAT(Learner):
     """RSIAT, as described above."""
 
     title = "RSIAT"
+    extra_passes = 1.0  # class features before and after
+    step_passes = 1.5  # and features of the frozen encoder
     paper_row = 8
     selected = "pac+rlc_pretrained_view"
 

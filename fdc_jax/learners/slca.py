@@ -54,6 +54,7 @@ class SLCA(Learner):
     """SLCA, as described above."""
 
     title = "SLCA"
+    extra_passes = 0.5  # class features
     mean_over_images = True
 
     encoder_rate: Annotated[

@@ -60,6 +60,7 @@ class SplitLoRA(Learner):
     """SplitLoRA, as described above."""
 
     title = "SplitLoRA"
+    extra_passes = 0.5  # moments
     paper_row = 3
     selected = "pac+rlc_adapted_view"
     mean_over_images = True

@@ -75,6 +75,11 @@ def locate(
     return path
 
 
+def is_to_download(weights: str, variant: str, folder: str | os.PathLike[str]) -> bool:
+    """Returns True if `locate` would download weights."""
+    return weights == "augreg" and not Path(folder, AUGREG_FILES.get(variant, "")).is_file()
+
+
 def by_checksum(digest: str, variant: str, folder: Path) -> str:
     """Returns the name or path, for `locate`, of the weights with a SHA-256; "" if unknown."""
     if sha256(DIGITS_WEIGHTS) == digest:

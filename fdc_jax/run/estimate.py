@@ -1,10 +1,10 @@
 """Estimates of the hours and GiB of a run, by finished runs of its kind or a timed training step.
 
 Work is counted in passes: an image in a training step counts one, an image that is encoded without
-gradients counts half. Extra passes of single learners, such as those of InfLoRA before a task, are
-not counted.
+gradients counts half. Learners state what their steps and their other passes count.
 """
 
+import io
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
+from fdc_jax import learners
 from fdc_jax.data import benchmarks
-from fdc_jax.data.batches import Batch
+from fdc_jax.data.batches import Batch, TrainBatches
+from fdc_jax.data.dataset import Dataset
 from fdc_jax.learners import Learner
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
@@ -25,6 +28,8 @@ from fdc_jax.run.records import Record, Results
 from fdc_jax.run.setup import Setup
 
 _TIMED_SECONDS = 3.0  # duration of the timed training steps, which follow a step that compiles
+_PHOTOGRAPH = 500, 375  # pixels of a typical photograph
+_LOADED_IMAGES = 64
 _FEW_IMAGES = 4  # images of a timed step on a CPU, whose speed depends little on their number
 # Parts of a run's time, under their names in `results.json`; those of calibrators are by name.
 _PARTS = """
@@ -42,12 +47,14 @@ class Size(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Measurements of this machine, by a process that uses its devices."""
+    """Facts about this machine, by a process that uses its devices."""
 
-    seconds: float  # per pass
+    seconds: float | None  # per pass, loading included; None if it was not timed
     state_bytes: dict[Any, int]  # of a learner's state, by the key of its configuration
     width: int  # of the encoder's features
     device: str  # number and kind of the devices
+    platform: str  # cpu, gpu or tpu
+    chips: int  # devices that a process can have for itself
 
 
 def task_sizes(config: Config) -> tuple[int, ...]:
@@ -73,9 +80,12 @@ def size(config: Config) -> Size:
 
 def passes(fields: Mapping[str, Any], size: Size) -> float:
     """Returns the number of passes of a run, from its size and the fields of its configuration."""
-    epochs, interval = fields["train.epochs"] or 20, fields["evaluation.every"]
+    learner = learners.imported(fields["learner.name"])
+    interval = fields["evaluation.every"]
     evaluated = [n for n in range(1, size.tasks + 1) if n % interval == 0 or n == size.tasks]
-    return (epochs + 1) * size.train + 0.5 * size.test * sum(evaluated) / size.tasks
+    # The calibrators need two views of every training image.
+    of_image = (fields["train.epochs"] or 20) * learner.step_passes + learner.extra_passes + 1
+    return of_image * size.train + 0.5 * size.test * sum(evaluated) / size.tasks
 
 
 def seconds_per_pass(results: Results) -> float | None:
@@ -100,26 +110,81 @@ def kind(config: Config) -> tuple[Any, ...]:
     return config.encoder.variant, config.encoder.image_size, config.precision
 
 
-def machine(configs: Mapping[Any, Config]) -> Machine:
+def cost(variant: vit.Variant, image_size: int) -> int:
+    """Returns the approximate cost of an image, for comparison with other encoders and sizes."""
+    return variant.depth * variant.width**2 * (image_size // variant.patch) ** 2
+
+
+def machine(configs: Mapping[Any, Config], timed: bool) -> Machine:
     """Measures this machine by the first learner with random weights, without data or downloads.
 
     Takes the memory of the devices, so that it should have its own process. All configurations are
-    of one `kind`; their keys may be anything.
+    of one `kind`; their keys may be anything. On processors, steps are timed only if `timed`.
     """
-    mesh, learners = devices.data_mesh(), {}
+    mesh, built = devices.data_mesh(), {}
     for key, config in configs.items():
         model = setups.build_model(config, mesh)
-        learners[key] = setups.make_learner(config, model, task_sizes(config), mesh)
-    (key, learner), *_ = learners.items()
-    config = configs[key]
+        built[key] = setups.make_learner(config, model, task_sizes(config), mesh)
+    first = mesh.devices.flat[0]
+    key, learner = next(iter(built.items()))
+    seconds = None
+    if timed or first.platform != "cpu":
+        seconds = max(_seconds_of_step(configs[key], learner), _seconds_of_loading(configs[key]))
+    return Machine(
+        seconds,
+        state_bytes={key: state_bytes(learner) for key, learner in built.items()},
+        width=learner.setup.variant.width,
+        device=devices.describe(),
+        platform=first.platform,
+        # Two devices of an older TPU share a chip.
+        chips=len({getattr(device, "coords", device.id) for device in mesh.local_devices}),
+    )
+
+
+def _seconds_of_step(config: Config, learner: Learner) -> float:
+    """Returns the seconds of a pass, from training steps with random weights."""
     rng = np.random.default_rng(0)
+    model: Any = learner.setup.model
     backbone = jax.tree.map(
         lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)),
-        vit.parameter_shapes(learner.setup.model, config.encoder.image_size),
+        vit.parameter_shapes(model, config.encoder.image_size),
     )
-    seconds = seconds_of_image(config, learner, devices.replicate(mesh, backbone))
-    states = {key: state_bytes(learner) for key, learner in learners.items()}
-    return Machine(seconds, states, learner.setup.variant.width, devices.describe())
+    backbone = devices.replicate(learner.setup.mesh, backbone)
+    return seconds_of_pass(config, learner, backbone)
+
+
+def _seconds_of_loading(config: Config) -> float:
+    """Returns the seconds per photograph of the threads that decode and crop in a run."""
+    colours = np.random.default_rng(0).integers(0, 256, (15, 20, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(colours).resize(_PHOTOGRAPH).save(file, "JPEG")
+    images = _LOADED_IMAGES
+    photographs = Dataset(
+        name="",
+        split="",
+        partition="",
+        labels=np.zeros(images, np.int32),
+        ids=("",) * images,
+        class_names=("",),
+        read=lambda index: file.getvalue(),
+    )
+    batches = TrainBatches(
+        photographs,
+        np.arange(images),
+        photographs.labels,
+        batch_size=images // 2,
+        image_size=config.encoder.image_size,
+        workers=config.data.workers,
+        seed=0,
+        task=0,
+        epochs=1,
+        crop_scale=config.data.crop_scale,
+        flip=config.data.flip,
+    )
+    clock = time.perf_counter()
+    for _ in batches:
+        pass
+    return (time.perf_counter() - clock) / images
 
 
 def state_bytes(learner: Learner) -> int:
@@ -128,8 +193,8 @@ def state_bytes(learner: Learner) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
-    """Returns the seconds that an image takes in a training step of the first task."""
+def seconds_of_pass(config: Config, learner: Learner, backbone: Any) -> float:
+    """Returns the seconds of a pass, from training steps of the first task."""
     mesh, update, side = learner.setup.mesh, learner.update(), config.encoder.image_size
     images, rng = config.train.batch_size, np.random.default_rng(0)
     if mesh.devices.flat[0].platform == "cpu":
@@ -146,7 +211,7 @@ def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
         loss.block_until_ready()
         steps += 1
         clock = clock or time.perf_counter()
-    return (time.perf_counter() - clock) / steps / images
+    return (time.perf_counter() - clock) / steps / images / learner.step_passes
 
 
 def seconds_after(setup: Setup, records: Sequence[Record], tasks_done: int = 0) -> float:
@@ -170,7 +235,7 @@ def _size(setup: Setup) -> Size:
 def describe(setup: Setup, num_seeds: int) -> str:
     """Returns the line of a set-up with the time and the GiB of a seed."""
     config, learner, size = setup.config, setup.learner, _size(setup)
-    image = seconds_of_image(config, learner, setup.backbone)
+    image = seconds_of_pass(config, learner, setup.backbone)
     seconds = image * passes(configuration.flatten(config), size)
     gib = disk(config, size, state_bytes(learner), learner.setup.variant.width) / 2**30
     more = f" for each of {num_seeds} seeds" if num_seeds > 1 else ""

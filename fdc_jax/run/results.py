@@ -86,12 +86,12 @@ def _peak_memory(per_task: Sequence[records.Memory]) -> dict[str, int | None]:
     first = per_task[0]
     if first.training is None:
         return {"training": None} | dict.fromkeys(first.fit)
-    bytes_by_name = {"training": first.training} | dict.fromkeys(first.fit, 0)
-    for memory in per_task:
-        if memory.training is not None:
-            for name, added in memory.fit.items():
-                bytes_by_name[name] += (memory.extraction or 0) + (added or 0)
-    return bytes_by_name
+    known = [memory for memory in per_task if memory.training is not None]
+    extraction = sum(memory.extraction or 0 for memory in known)
+    peaks: dict[str, int | None] = {"training": first.training}
+    for name in first.fit:
+        peaks[name] = extraction + sum(memory.fit[name] or 0 for memory in known)
+    return peaks
 
 
 def _timing(per_task: Sequence[TaskTiming]) -> Timing:

@@ -1,0 +1,176 @@
+"""The command line of `fdc paper`; its exit code is that of the first run that failed."""
+
+import importlib.util
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from fdc_jax import errors, evaluation, report
+from fdc_jax.errors import InputError, StopRequest, counted
+from fdc_jax.machine.files import check_writable_folder, holder, locked, named_path
+from fdc_jax.paper import measurements, plan, workers
+from fdc_jax.paper.plan import LOCK, Input, Machines, Run
+from fdc_jax.paper.workers import Outcome, Worker, say
+from fdc_jax.report import paper
+from fdc_jax.run import configuration, estimate
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or the code of an error or of the first run that failed."""
+    argv = sys.argv[1:] if arguments is None else arguments
+    program = errors.Program(
+        "paper",
+        "Make all runs of the paper and its tables; --config.FIELD=VALUE are those of fdc run.",
+        "--data=archives --benchmarks=cub200 --dry_run",
+    )
+    add = program.add_argument
+    add("--data", default="", help="folder with the benchmarks' archives or folders, as PILOT's")
+    add("--workdir", default="runs/paper", help="folder of runs and report (default runs/paper)")
+    names, plugged = ",".join(paper.benchmarks()), ",".join(paper.plugged())
+    add("--benchmarks", default=names, help="the paper's five, or others such as digits")
+    add("--learners", default=f"cumulative_lora,{plugged}", help="the paper's nine, or others")
+    add("--seeds", default="1,2,3", help="training seeds (default 1,2,3)")
+    add("--dry_run", action="store_true", help="print the plan and end")
+    add("--fetch", action="store_true", help="download and unpack what the runs need, and end")
+    add("--measure", action="store_true", help="time a training step on processors, too")
+    add("--workers", default="auto", help="runs at a time; auto (default): one per accelerator")
+    add("--ray", nargs="?", const="", metavar="ADDRESS", help="hand the runs to Ray")
+    add("--ray_gpus", type=float, default=1.0, help="GPUs of a run that Ray starts (default 1)")
+    fields = [word for word in argv if word.startswith("--config.")]
+    rest = [word for word in argv if not word.startswith("--config.")]
+    return program.run(lambda options: sweep(options, fields), rest)
+
+
+def sweep(options: Namespace, fields: Sequence[str]) -> int:
+    """Plans, runs and reports; returns the code of the first run that failed, or 0."""
+    check_writable_folder("--workdir", options.workdir)
+    if options.ray is not None and importlib.util.find_spec("ray") is None:
+        raise InputError("--ray needs Ray: pip install 'fdc_jax[ray]'")
+    errors.refuse_repeated(fields)
+    if bare := [word for word in fields if "=" not in word]:
+        raise InputError(f"expected {bare[0]}=VALUE")
+    if options.data and not named_path("--data", options.data).is_dir():
+        raise InputError(f"--data: expected a folder, found {options.data}")
+    runs, missing = plan.make(options, dict(word.split("=", 1) for word in fields))
+    ready = plan.open_inputs(runs, missing, options.fetch, lambda text: say(text, options.quiet))
+    if options.fetch:
+        for shared, text in ready.items():
+            say(f"{plan.title(shared)}: {text}", options.quiet)
+        return _say_missing(missing)
+    machines: Machines = {}
+    if options.dry_run or any(not run.results for run in runs):
+        with _stop_on_signals() as stop:
+            machines = measurements.measure(runs, options.measure, stop)
+    shares = workers.share_devices(options.workers, machines)
+    if not options.quiet:
+        print(plan.describe(runs, ready, missing, machines), flush=True)
+    if options.dry_run:
+        return 0
+    failed = _perform(runs, missing, machines, shares, options)
+    code = _say_missing(missing)
+    for run in runs:
+        if run.conflict and not _lacks(run, missing):
+            failed[run.folder] = Outcome(2, f"the folder holds another run: {run.conflict}")
+        if run.folder in failed:
+            outcome = failed[run.folder]
+            say(f"failed with code {outcome.code}: {run}: {outcome.line} ({run.folder})")
+    running = [run for run in runs if run.state == "running"]
+    for run in running:
+        say(f"still running: {run}, by {holder(run.folder / LOCK)}")
+    if not running:
+        _write_report(runs, missing, options)
+    codes = (failed[run.folder].code for run in runs if run.folder in failed)
+    return next(codes, code)
+
+
+def _stop_on_signals() -> AbstractContextManager[StopRequest]:
+    text = "stopping the runs, which save a checkpoint"
+    return errors.stop_on_signals("fdc_jax.paper", text)
+
+
+def _lacks(run: Run, missing: dict[Input, str]) -> bool:
+    return any(shared in missing for shared in run.inputs)
+
+
+def _say_missing(missing: dict[Input, str]) -> int:
+    for shared, text in missing.items():
+        say(f"missing: {plan.title(shared)}: {text}")
+    return 2 if missing else 0
+
+
+def _perform(
+    runs: Sequence[Run],
+    missing: dict[Input, str],
+    machines: Machines,
+    shares: Sequence[Worker],
+    options: Namespace,
+) -> dict[Path, Outcome]:
+    """Performs the runs; returns outcomes of those that failed, by folder.
+
+    `missing` gets images and weights that turn out to be unusable; their other runs are stopped.
+    """
+
+    def skip(run: Run) -> bool:
+        return _lacks(run, missing)
+
+    failed: dict[Path, Outcome] = {}
+    usable = [run for run in runs if not skip(run) and not run.conflict]
+    if all(run.results for run in usable):
+        return failed
+    with _stop_on_signals() as stop:
+        if options.ray is None:
+            ended = workers.work(usable, shares, skip, stop, options.quiet)
+        else:
+            ended = workers.work_with_ray(
+                usable, options.ray, options.ray_gpus, skip, stop, options.quiet
+            )
+        for run, outcome in ended:
+            shared = plan.cause(run, outcome.line) if outcome.code == 2 else None
+            if shared:
+                missing.setdefault(shared, outcome.line)
+            elif outcome.code:
+                failed[run.folder] = outcome
+            left = [run for run in usable if run.folder not in failed and not skip(run)]
+            say(_ending(run, outcome, left, machines), options.quiet)
+    return failed
+
+
+def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
+    """Returns a line on how a run ended, and the time left if as many runs stay in parallel."""
+    results, titles = run.results, evaluation.TITLES
+    accuracy = results.accuracy if results else {}
+    text = ", ".join(f"{titles.get(name, name)} {value:.2f}" for name, value in accuracy.items())
+    if outcome.code:
+        text = f"failed: {outcome.line}"
+    states = [run.state for run in runs]
+    left = len(runs) - states.count("done")
+    needed = [need for need in plan.needs(runs, machines) if need.hours]
+    seconds = 3600 * sum(need.hours for need in needed) / max(1, states.count("running"))
+    sources = {need.source for need in needed}
+    known = len(sources) == 1 and not math.isnan(seconds)
+    duration = f", about {estimate.duration(seconds)} on {sources.pop()}" if known else ""
+    return f"{run}: {text}; {counted(left, 'run')} left{duration}"
+
+
+def _write_report(runs: Sequence[Run], missing: dict[Input, str], options: Namespace) -> None:
+    """Measures latencies, writes the report if it is not current, and prints its first tables."""
+    usable = [run for run in runs if not _lacks(run, missing) and not run.conflict]
+    if not any(run.results for run in usable):
+        return
+    page = Path(options.workdir, "report", "report.html")
+    with locked(Path(options.workdir, LOCK), wait=True):
+        with _stop_on_signals() as stop:
+            measurements.measure_latency(usable, options.quiet, stop)
+        if not report.is_current([options.workdir], page.parent):
+            say(f"writes {page}", options.quiet)
+            hosts = {run.benchmark: configuration.of_host(run.config) for run in usable}
+            report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
+    if not options.quiet:
+        for table in ("benchmark", "selection"):
+            path = page.parent / "tables" / f"{table}.txt"
+            if path.exists():
+                print(f"\n{path.read_text(encoding='utf-8')}")
+        print(f"report: {page}")
