@@ -5,7 +5,8 @@
 PyTorch trains by the paper's protocol, with the settings of `configs/digits.py`. NumPy computes FDC
 in float64 from the paper's equations. No learner and no calibrator of the package takes part. With
 --random=shared, batches and initial values are those of the run of the same seed, so that
-differences are paired by seed; with --random=own, all random numbers are PyTorch's.
+differences are paired by seed; with --random=own, all random numbers are PyTorch's, and the file
+has means over seeds.
 """
 
 import argparse
@@ -245,7 +246,7 @@ def run(seed: int, shared: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Writes a row per seed and number, and prints a line per seed."""
+    """Writes a row per number, of a seed or of the mean, and prints a line per seed."""
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__)
     parser.add_argument("--random", choices=("shared", "own"), default="shared")
     parser.add_argument("--seeds", default="1,2,3", help="training seeds")
@@ -262,8 +263,13 @@ def main() -> None:
             common | {"quantity": name, "value": round(value, 2), "source": source}
             for name, value in numbers.items()
         ]
+    frame = pd.DataFrame(rows)
+    if options.random == "own":  # Seeds have nothing in common with those of our runs.
+        names = ["benchmark", "learner", "quantity", "source"]
+        means = frame.groupby(names, sort=False)["value"].agg(["mean", "std", "count"]).round(2)
+        frame = means.set_axis(["value", "std", "n"], axis=1).reset_index()
     if options.output:
-        write_text(options.output, csv_text(pd.DataFrame(rows), index=False))
+        write_text(options.output, csv_text(frame, index=False))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ def _run(options: argparse.Namespace) -> None:
         for table, pixels in predictions:
             if classes:
                 table.insert(1, "true_class", [classes.get(name, "") for name in table["image"]])
-            text = csv_text(table, index=False, header=not printed, float_format="%.6g")
+            written = table.drop(columns=[name for name in table if _is_term(name)])
+            text = csv_text(written, index=False, header=not printed, float_format="%.6g")
             file.write(text.encode())
             if counts["images"] < _PRINTED:
                 printed.append(table)
@@ -123,6 +124,11 @@ def _run(options: argparse.Namespace) -> None:
             _print_accuracy(answers, counts)
     if predictions.unreadable:
         raise InputError(f"{len(predictions.unreadable)} of {images} could not be read")
+
+
+def _is_term(column: str) -> bool:
+    """Returns True for a column of `Run.predict` that the CSV file does not have."""
+    return column in EVIDENCE or column.startswith("rival_")
 
 
 def _kind(record: dict[str, Any]) -> str:

@@ -21,14 +21,14 @@ LAYOUT = {
 LIMITS = {
     "calibration": 27_350,
     "data": 14_120,
-    "features": 3_470,
+    "features": 3_480,
     "learners": 20_320,
     "machine": 7_640,
     "model": 10_990,
-    "package": 13_530,
-    "paper": 5_950,
-    "posthoc": 3_370,
-    "report": 20_970,
+    "package": 13_580,
+    "paper": 6_000,
+    "posthoc": 3_380,
+    "report": 22_110,
     "run": 21_470,
 }
 

@@ -121,6 +121,7 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
             "--config.train.epoch: no such field; did you mean train.epochs",
         ),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
+        (["--reference=nowhere.csv"], "nowhere.csv: unreadable"),
         (["--workdirs=x"], "unrecognized arguments: --workdirs=x; did you mean --workdir"),
     ],
 )

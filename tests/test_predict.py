@@ -346,7 +346,8 @@ def test_command_prints_a_summary(command, answers):
 
 def test_command_writes_the_table_of_python(command, answers):
     texts = {name: str for name in answers if "class" in name}
-    same(pd.read_csv(command.table, dtype=texts), answers)
+    columns = ["rival_class", "rival_task", "rival_score"]
+    same(pd.read_csv(command.table, dtype=texts), answers.drop(columns=columns))
 
 
 def test_page_shows_the_least_certain_of_every_kind(command, answers):

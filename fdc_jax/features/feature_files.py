@@ -136,7 +136,7 @@ def load(path: str | os.PathLike[str], renumbered: bool = False) -> FeatureSet:
 
     Args:
         path: the file.
-        renumbered: count classes from 0 in the order of tasks, as runs do.
+        renumbered: count classes from 0 by task and label, as runs do.
 
     Raises:
         InputError: the file is damaged; an array is unknown, missing or superfluous, or has another
@@ -186,7 +186,7 @@ def _feature_set(arrays: Arrays, renumbered: bool) -> FeatureSet:
             raise InputError(f"test_labels: row {row} is label {labels[row]}, no class of any task")
     pretrained = _features(arrays, "test_pretrained", test, "test_adapted")
     if renumbered:
-        order = np.concatenate(classes)
+        order = np.concatenate([*map(np.sort, classes)])
         tasks = [
             task._replace(labels=_positions(order, task.labels), classes=_positions(order, own))
             for task, own in zip(tasks, classes, strict=True)

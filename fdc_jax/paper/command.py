@@ -14,7 +14,7 @@ from fdc_jax.machine.files import check_writable_folder, holder, locked, named_p
 from fdc_jax.paper import measurements, plan, workers
 from fdc_jax.paper.plan import LOCK, Input, Machines, Run
 from fdc_jax.paper.workers import Outcome, Worker, say
-from fdc_jax.report import paper
+from fdc_jax.report import paper, reference
 from fdc_jax.run import configuration, estimate
 
 
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--benchmarks", default=names, help="the paper's five, or others such as digits")
     add("--learners", default=f"cumulative_lora,{plugged}", help="the paper's nine, or others")
     add("--seeds", default="1,2,3", help="training seeds (default 1,2,3)")
+    text = "numbers to line up with these runs, see docs/report.md; repeatable"
+    add("--reference", action="append", default=[], metavar="CSV", help=text)
     add("--dry_run", action="store_true", help="print the plan and end")
     add("--fetch", action="store_true", help="download and unpack what the runs need, and end")
     add("--measure", action="store_true", help="time a training step on processors, too")
@@ -54,6 +56,8 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
         raise InputError(f"expected {bare[0]}=VALUE")
     if options.data and not named_path("--data", options.data).is_dir():
         raise InputError(f"--data: expected a folder, found {options.data}")
+    for path in options.reference:  # Errors come before any work.
+        reference.read(path)
     runs, missing = plan.make(options, dict(word.split("=", 1) for word in fields))
     ready = plan.open_inputs(runs, missing, options.fetch, lambda text: say(text, options.quiet))
     if options.fetch:
@@ -164,10 +168,12 @@ def _write_report(runs: Sequence[Run], missing: dict[Input, str], options: Names
     with locked(Path(options.workdir, LOCK), wait=True):
         with _stop_on_signals() as stop:
             measurements.measure_latency(usable, options.quiet, stop)
-        if not report.is_current([options.workdir], page.parent):
+        references = options.reference
+        if not report.is_current([options.workdir], page.parent, references):
             say(f"writes {page}", options.quiet)
             hosts = {run.benchmark: configuration.of_host(run.config) for run in usable}
-            report.write([options.workdir], page.parent, hosts=hosts, quiet=options.quiet)
+            given = {"references": references, "hosts": hosts, "quiet": options.quiet}
+            report.write([options.workdir], page.parent, **given)
     if not options.quiet:
         for table in ("benchmark", "selection"):
             path = page.parent / "tables" / f"{table}.txt"

@@ -177,7 +177,7 @@ def _report(
     benchmark = "+".join(dict.fromkeys(file.stem for file in files))
     members, sizes = [], ""
     for seed, file in enumerate(files, 1):
-        labels = [task.classes for task in feature_files.load(file).tasks]
+        labels = [np.sort(task.classes) for task in feature_files.load(file).tasks]
         features, outcomes, refused = _outcomes(file, names, settings, renumbered=True)
         sizes = sizes or _sizes(features)
         if (other_sizes := _sizes(features)) != sizes:

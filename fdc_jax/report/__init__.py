@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fdc_jax.errors import InputError, counted, displayed
 from fdc_jax.machine.files import (
     check_writable_folder,
+    csv_text,
     named_path,
     read_object,
     sha256,
@@ -93,8 +94,10 @@ def write(
     if not groups:
         first = next((f"{path}: {reason}" for path, reason in skipped.items()), "none was given")
         raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {first}")
+    known = {(group.benchmark, group.learner) for group in groups}
     for path, lines in compared.values():
-        reference.check_matches(path, lines, {(group.benchmark, group.learner) for group in groups})
+        if unmatched := reference.check_matches(path, lines, known):
+            say(unmatched)
     progress = tqdm.tqdm(groups, "analyses", disable=hidden, leave=False, delay=_PATIENCE)
     groups = [runs.analyse(group, sweep) for group in progress]
     for group in groups:
@@ -103,6 +106,9 @@ def write(
         runs.write_summary(group)
     compared = [tables.of_reference(path, lines, groups) for path, lines in compared.values()]
     page = write_groups(groups, folder, compared, skipped, quiet)
+    if not quiet:
+        for table in compared:
+            print(f"\n{table.to_text()}", end="")
     write_json(folder / _SOURCES, made_from)
     return page
 
@@ -128,6 +134,8 @@ def write_groups(
     built = [*tables.build(groups), *compared]
     for table in built:
         table.write(folder / "tables")
+    matrices = csv_text(tables.of_matrices(groups), index=False)
+    write_text(folder / "tables" / "accuracy_matrix.csv", matrices)
     drawn = figures.draw(groups)
     for drawing in drawn:
         figures.write(drawing, folder / "figures")
@@ -150,8 +158,12 @@ def write_groups(
     return folder / "report.html"
 
 
-def is_current(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> bool:
-    """Returns True if `write(paths, output)` would write the report that `output` holds.
+def is_current(
+    paths: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    references: Sequence[str] = (),
+) -> bool:
+    """Returns True if `write` with these arguments would write the report that `output` holds.
 
     Dates do not count: copies and the clocks of other machines change them.
     """
@@ -160,7 +172,9 @@ def is_current(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLik
         made_from = read_object(folder / _SOURCES)
     except InputError:  # damaged
         return False
-    return (folder / "report.html").exists() and made_from == _sources(paths, folder)
+    return (folder / "report.html").exists() and made_from == _sources(
+        paths, folder, references=references
+    )
 
 
 def _sources(

@@ -1,6 +1,6 @@
 """Accuracy and confusion by class, pictures with a wrong answer, and pictures unlike all classes.
 
-Labels are class-order positions, and answers come from the best calibrator of the run. Counts are
+Labels are class-order positions, and answers come from the headline method of the group. Counts are
 over the test images of all seeds; pictures are of the first seed.
 """
 
@@ -61,14 +61,14 @@ class Classes(NamedTuple):
 
 def load(group: Group) -> Classes | None:
     """Counts a group's predictions by class; returns None if they were not kept."""
-    methods = [*dict.fromkeys(n for n in (group.best, FDC.name, "raw") if n in group.methods)]
+    methods = [*dict.fromkeys(n for n in (group.headline, FDC.name, "raw") if n in group.methods)]
     columns = ["label", "task", *(f"{name}_label" for name in methods)]
     seeds = [pd.DataFrame(predictions(run)) for run in group.runs]
     if not all({*columns} <= {*seed} for seed in seeds):
         return None
     images: Any = pd.concat(seeds)[columns]
     size = int(images.drop(columns="task").to_numpy().max()) + 1
-    counts = evaluation.task_confusion(images["label"], images[f"{group.best}_label"], size)
+    counts = evaluation.task_confusion(images["label"], images[f"{group.headline}_label"], size)
     totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
     wrong, shares = counts - np.diag(np.diag(counts)), 100.0 * counts / totals
     by_class = images.groupby("label")
@@ -78,7 +78,7 @@ def load(group: Group) -> Classes | None:
         table[formatting.method_title(name)] = 100.0 * right.groupby(images["label"]).mean()
     taken_for = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
     table["taken"] = taken_for[table.index]
-    table = table.sort_values(formatting.method_title(group.best), kind="stable")
+    table = table.sort_values(formatting.method_title(group.headline), kind="stable")
     cells = [
         (true, chosen, int(counts[true, chosen]), float(shares[true, chosen]))
         for true, chosen in np.argwhere(counts).tolist()
@@ -106,7 +106,7 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
     """Adds test images of the first seed: wrong answers, and images unlike anything learned."""
     run: Any = group.runs[0]
     columns = predictions(run)
-    label, chosen = columns["label"], columns[f"{group.best}_label"]
+    label, chosen = columns["label"], columns[f"{group.headline}_label"]
     wrong = np.flatnonzero(chosen != label)
     classes = classes._replace(number=len(wrong), missing="")
     unlike = _unlike(run, len(label))

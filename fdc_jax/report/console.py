@@ -7,7 +7,7 @@ from tabulate import tabulate
 from fdc_jax.calibration import METHODS
 from fdc_jax.errors import counted
 from fdc_jax.learners import title
-from fdc_jax.report import formatting, tables
+from fdc_jax.report import formatting, runs, tables
 from fdc_jax.report.runs import Group
 
 
@@ -27,14 +27,29 @@ def show(group: Group) -> None:
     shown = frame.drop(columns="storage, MiB", errors="ignore")
     align = ("left", *["right"] * len(shown.columns))
     print(tabulate(shown, "keys", disable_numparse=True, colalign=align), end="\n\n")
-    if group.best != "raw":
-        print(f"Best calibrator of the run: {formatting.method_title(group.best)}.")
-    elif len(group.methods) > 1:
+    if group.leading == ["raw"] and len(group.methods) > 1:
         print("No calibrator of the run is as accurate as the raw logits.")
+    elif group.leading != ["raw"]:
+        titles = " and ".join(map(formatting.method_title, group.leading))
+        lead = "Most accurate, equally" if len(group.leading) > 1 else "Best calibrator of the run"
+        print(f"{lead}: {titles}.")
+    print(transfers(group), end="")
     if "paper" in shown and group.title:
         print(f"The paper's numbers are of other settings; here: {group.title}.")
     for line in filter(None, (verdict(group), *notes(group))):
         print(line)
+
+
+def transfers(group: Group) -> str:
+    """Returns a line with forgetting and backward transfer by method; "" if they are not known."""
+    parts = []
+    for name in group.methods:
+        matrices = runs.accuracy_matrices(group, name).values()
+        means = pd.DataFrame([runs.transfer(matrix) for matrix in matrices]).mean(skipna=False)
+        if len(means):
+            numbers = f"{means['Forgetting']:.1f}, {means['Backward transfer']:+.1f}"
+            parts.append(f"{formatting.method_title(name)} {numbers}")
+    return f"Forgetting and backward transfer, points: {'; '.join(parts)}.\n" if parts else ""
 
 
 def verdict(group: Group) -> str:
@@ -45,9 +60,11 @@ def verdict(group: Group) -> str:
         return ""
     unclear = "Not significantly better" if gain.mean >= 0 else "Not better"
     result = "Better" if gain.low > 0 else "Worse" if gain.high < 0 else unclear
+    # The page names another method before this sentence.
+    subject = "" if group.best == group.headline else f"{formatting.method_title(group.best)}: "
     return (
-        f"{result} than no training at all ({METHODS[name].title}): {gain.mean:+.2f} points, 95 % "
-        f"interval {formatting.interval(gain.low, gain.high)}."
+        f"{subject}{result} than no training at all ({METHODS[name].title}): "
+        f"{gain.mean:+.2f} points, 95 % interval {formatting.interval(gain.low, gain.high)}."
     )
 
 

@@ -6,7 +6,7 @@ titles and captions by the names of the functions.
 
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from fdc_jax import evaluation
 from fdc_jax.machine.files import read_json, write_atomically, write_text
 from fdc_jax.report import diagnostics, drawing, formatting
 from fdc_jax.report.drawing import Figure, Normalize, PowerNorm, ScalarMappable
-from fdc_jax.report.runs import Group, predictions
+from fdc_jax.report.runs import Group, accuracy_matrices, predictions
 
 _TEXTS: dict[str, dict[str, str]] = read_json(Path(__file__).with_name("figures.json"))
 # Colour, marker, label.
@@ -77,16 +77,34 @@ def task_confusion(group: Group) -> Figure | None:
     kept = {name: matrix for name, matrix in matrices if matrix is not None}
     if not kept:
         return None
-    figure, panels = drawing.panels(len(kept), 2.5, 2 if len(kept) == 4 else 3, sharey=True)
-    scale, edge = PowerNorm(0.5, 0, 100), group.results.num_tasks + 0.5
-    for axes, (name, matrix) in zip(panels, kept.items(), strict=True):
-        axes.imshow(matrix, "Blues", norm=scale, extent=(0.5, edge, edge, 0.5))
+    titles = {f"Task chosen by {formatting.method_title(name)}": kept[name] for name in kept}
+    return _heat_maps(titles, PowerNorm(0.5, 0, 100), "True task", "Images of the true task (%)")
+
+
+def accuracy_matrix(group: Group) -> Figure | None:
+    """Draws the accuracy on every task after every task."""
+    matrices = {}
+    for name in group.methods:
+        by_seed = [*accuracy_matrices(group, name).values()]
+        if all(matrix.shape == by_seed[0].shape and len(matrix) > 1 for matrix in by_seed):
+            matrices[f"Task, by {formatting.method_title(name)}"] = _mean(by_seed)
+    if not matrices:
+        return None
+    return _heat_maps(matrices, Normalize(0, 100), "Tasks learned", "Accuracy on the task (%)")
+
+
+def _heat_maps(matrices: Mapping[str, Any], scale: Normalize, rows: str, unit: str) -> Figure:
+    """Draws square matrices of percentages by the label of their columns."""
+    columns = 2 if len(matrices) == 4 else 3
+    figure, panels = drawing.panels(len(matrices), 2.5, columns, sharey=True)
+    for axes, (title, matrix) in zip(panels, matrices.items(), strict=True):
+        height, width = matrix.shape
+        axes.imshow(matrix, "Blues", norm=scale, extent=(0.5, width + 0.5, height + 0.5, 0.5))
         axes.grid(visible=False)
-        axes.set_xlabel(textwrap.fill(f"Task chosen by {formatting.method_title(name)}", 26))
+        axes.set_xlabel(textwrap.fill(title, 26))
         drawing.whole_numbers(axes.xaxis, axes.yaxis)
-    panels[0].set_ylabel("True task")
-    colours = ScalarMappable(scale, "Blues")
-    figure.colorbar(colours, ax=panels, label="Images of the true task (%)", shrink=0.8)
+    panels[0].set_ylabel(rows)
+    figure.colorbar(ScalarMappable(scale, "Blues"), ax=panels, label=unit, shrink=0.8)
     return figure
 
 
@@ -263,7 +281,7 @@ class Drawing(NamedTuple):
 
 
 # Figures of runs, at the head of the page, and of analyses.
-_OF_A_RUN = (accuracy_curve, task_confusion)
+_OF_A_RUN = (accuracy_curve, accuracy_matrix, task_confusion)
 _OF_ANALYSES = (
     *(similarity, residual_contributions, residual_distributions, prototype_geometry),
     sweeps,

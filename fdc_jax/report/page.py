@@ -49,7 +49,7 @@ def render(
     return _fill(
         "page",
         sections=sections,
-        folded=not any(group.benchmark in paper.benchmarks() for group in groups),
+        folded=not any(group.known for group in groups),
         reading=tables.READING if any("numbers" in t.frame.index.names for t in compared) else "",
         methods={name for group in groups for name in group.methods},
         skipped=skipped,
@@ -61,13 +61,14 @@ def render(
 
 def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict[str, Any]:
     """Returns the content of the section of a group."""
-    first, accuracy = group.results, group.row(group.best)
+    first, accuracy = group.results, group.row(group.headline)
     settings = runs.settings(first)
     provenance = {"device": first.device, "versions": first.versions, "settings": settings}
     return {
         "group": group,
-        "title": _title(group.learner, group.benchmark, group.best),
-        "best": _answering(group.best),
+        "title": _title(group.learner, group.benchmark, group.headline),
+        "best": _answering(group.headline),
+        "rank": _rank(group),
         "accuracy": formatting.mean(accuracy["mean"], accuracy["std"], digits=1),
         "interval": formatting.interval(accuracy["low"], accuracy["high"], 1, signed=False),
         "verdict": console.verdict(group),
@@ -75,7 +76,7 @@ def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict
         "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],
         "drawings": [drawing for drawing in drawings if drawing.groups == [group]],
         "images": group.has_images,
-        "known": paper.benchmark_title(group.benchmark) != group.benchmark,
+        "known": group.known,
         "pictures": shown,
         "provenance": json.dumps(provenance, indent=1, ensure_ascii=False),
     }
@@ -84,8 +85,8 @@ def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict
 def render_classes(group: Group, classes: Classes) -> str:
     """Returns the page of a group's classes."""
     position = {label: index for index, label in enumerate(classes.order)}
-    title = _title(group.learner, group.benchmark, group.best)
-    best = _answering(group.best)
+    title = _title(group.learner, group.benchmark, group.headline)
+    best = _answering(group.headline) + _rank(group)
     material = {"classes": classes, "images": group.has_images}
     return _fill("classes", title=title, best=best, position=position, **material)
 
@@ -116,6 +117,18 @@ def _templates() -> jinja2.Environment:
     for function in (_inline, _bar, _breakable, _subscripts, formatting.minus, counted):
         environment.filters[function.__name__.lstrip("_")] = function
     return environment
+
+
+def _rank(group: Group) -> str:
+    """Returns how the accuracy of the headline method compares with those of the others."""
+    others = [name for name in group.leading if name != group.headline]
+    if not others:
+        return ", the most accurate method of the run"
+    titles = " and ".join(map(_answering, others))
+    if group.headline in group.leading:
+        return f", as accurate as {titles}"
+    accuracy = formatting.number(group.row(others[0])["mean"], 1)
+    return f"; the most accurate method of the run is {titles}, {accuracy} %"
 
 
 def _answering(method: str) -> str:

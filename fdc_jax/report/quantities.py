@@ -142,9 +142,12 @@ def _costs(results: Results) -> dict[str, dict[str, float | None]]:
     timing, memory = results.timing or Timing(), results.peak_memory_bytes
     parts = [timing.adapted_extraction_seconds, timing.pretrained_extraction_seconds]
     parts.append(timing.fit_seconds.get(FDC.name))
+    compiled = [timing.extraction_compile_seconds, timing.fit_compile_seconds.get(FDC.name)]
     totals = {
         "training_minutes": (timing.training_seconds, 60),
+        "training_compile_minutes": (timing.compile_seconds, 60),
         "fdc_minutes": (None if None in parts else sum(filter(None, parts)), 60),
+        "fdc_compile_minutes": (None if None in compiled else sum(filter(None, compiled)), 60),
         "peak_memory_gib": (memory.get("training"), 2**30),
         "fdc_peak_memory_gib": (memory.get(FDC.name), 2**30),
         "storage_mib": (results.fdc_storage_bytes, 2**20),

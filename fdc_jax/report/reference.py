@@ -14,6 +14,8 @@ import msgspec
 import pandas as pd
 from msgspec import Meta
 
+from fdc_jax import learners
+from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, did_you_mean, escaped
 from fdc_jax.machine.files import open_regular
 from fdc_jax.report import quantities
@@ -67,13 +69,35 @@ def read(path: str | Path) -> pd.DataFrame:
     return pd.DataFrame([*lines.values()], columns=columns).astype({"seed": float})
 
 
-def check_matches(path: str | Path, lines: pd.DataFrame, known: set[tuple[str, str]]) -> None:
-    """Raises InputError if no line of a file is about a known benchmark and learner."""
+def check_matches(path: str | Path, lines: pd.DataFrame, known: set[tuple[str, str]]) -> str:
+    """Returns a line about benchmarks and learners of a file without runs, or "".
+
+    Args:
+        path: the file.
+        lines: its content.
+        known: benchmarks and learners of the runs.
+
+    Raises:
+        InputError: no line is about one of the runs, or accuracies are fractions.
+    """
+    ranges = [quantities.find(name) for name in lines["quantity"]]
+    values = lines["value"][[(of.low, of.high) == (0, 100) for of in ranges]]
+    if 0 < values.max() <= 1:
+        raise InputError(f"{path}: expected percent, found fractions such as {values.max():g}")
     listed = dict.fromkeys(zip(lines["benchmark"], lines["learner"], strict=True))
-    if known.isdisjoint(listed):
+    unknown = [pair for pair in listed if pair not in known]
+    if not unknown:
+        return ""
+    # Names by titles, which somebody may have copied from a table.
+    names = {learners.title(learner): learner for _, learner in known}
+    names |= {BENCHMARKS[name].title: name for name, _ in known if name in BENCHMARKS}
+    copied = [title for pair in unknown for title in pair if title in names]
+    hints = [f"; {title} is named {names[title]}" for title in dict.fromkeys(copied)]
+    text = escaped(", ".join(map(" ".join, unknown))[:200]) + "".join(hints)
+    if len(unknown) == len(listed):
         own = ", ".join(map(" ".join, sorted(known)))[:200]
-        other = ", ".join(map(" ".join, listed))[:200]
         raise InputError(
             f"{path}: expected a line about one of the runs (benchmark and learner {own}), "
-            f"found lines about {escaped(other)}"
+            f"found lines about {text}"
         )
+    return f"{path}: no run of {text}"

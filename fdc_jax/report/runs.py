@@ -129,6 +129,16 @@ class Group:
         return sorted(leading, key=lambda name: name == "raw") or self.methods[:1]
 
     @property
+    def known(self) -> bool:
+        """True for the paper's benchmarks and the digits, whose reports begin as the paper does."""
+        return self.benchmark in BENCHMARKS
+
+    @property
+    def headline(self) -> str:
+        """Name of the method that a report begins with: FDC, or the best one on other images."""
+        return FDC.name if self.known and FDC.name in self.methods else self.best
+
+    @property
     def untrained(self) -> str | None:
         """Name of the most accurate calibrator on frozen features, None if there is none."""
         frozen = {name for name in self.methods if name.endswith("-pretrained")}
@@ -217,6 +227,40 @@ def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     """Returns labels and tasks of `predictions.npz`, and labels of `analysis.untrained`."""
     columns = analysis.untrained(run) | (run.predictions if run.predictions_file.exists() else {})
     return {name: rows for name, rows in columns.items() if name.endswith(("label", "task"))}
+
+
+def accuracy_matrices(group: Group, method: str) -> dict[int, pd.DataFrame]:
+    """Returns by seed the accuracy in percent after a task (row) on every task (column), from 1."""
+    matrices = {}
+    for run in group.runs:
+        points = run.results.curve
+        rows = [
+            dict(enumerate(point.task_accuracy[method], 1)) if method in point.task_accuracy else {}
+            for point in points
+        ]
+        after = pd.DataFrame(rows, [point.task + 1 for point in points], dtype=float)
+        matrices[run.results.seed] = after.rename_axis(index="after", columns="task")
+    return matrices
+
+
+def transfer(matrix: pd.DataFrame) -> dict[str, float]:
+    """Returns forgetting and backward transfer in points; empty unless all tasks were evaluated.
+
+    Both are means over all tasks except the last. Forgetting is the best earlier accuracy minus the
+    final one (Chaudhry et al., "Riemannian Walk for Incremental Learning", 2018); backward transfer
+    the final accuracy minus the one right after the task (Lopez-Paz and Ranzato, "Gradient Episodic
+    Memory for Continual Learning", 2017).
+    """
+    count = len(matrix)
+    if count < 2 or matrix.shape != (count, count):
+        return {}
+    values = matrix.to_numpy()[:, :-1]
+    best = np.fmax.reduce(values[:-1])
+    gained = values[-1] - np.diag(values)
+    return {
+        "Forgetting": float(np.nanmean(best - values[-1])),
+        "Backward transfer": float(np.nanmean(gained)),
+    }
 
 
 # Groups ------------------------------------------------------------------------------------------

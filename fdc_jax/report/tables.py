@@ -15,7 +15,7 @@ from fdc_jax.calibration import FDC
 from fdc_jax.machine.files import csv_text, read_json, write_text
 from fdc_jax.report import analysis, formatting, paper, quantities, rows
 from fdc_jax.report.formatting import number
-from fdc_jax.report.runs import Group
+from fdc_jax.report.runs import Group, accuracy_matrices, transfer
 
 # Cells of a row of a table by heading.
 Cells = dict[str, Any]
@@ -223,29 +223,26 @@ def _mean(row: Any, side: str = "") -> Any:
 
 
 def of_tasks(group: Group) -> Table:
-    """Builds the table of final accuracies by task, with the forgetting below."""
-    names = (*group.methods, "oracle")
-    columns = {formatting.method_title(name): _by_task(group, name) for name in names}
-    shown = pd.DataFrame(columns).rename_axis("task").dropna(how="all", axis=1)
+    """Builds the table of final accuracies by task, with forgetting and transfer below."""
+    columns = {}
+    for name in (*group.methods, "oracle"):
+        matrices = accuracy_matrices(group, name).values()
+        seeds = [{**matrix.iloc[-1], **transfer(matrix)} for matrix in matrices]
+        columns[formatting.method_title(name)] = pd.DataFrame(seeds).mean(skipna=False)
+    shown = pd.DataFrame(columns).rename_axis("task")
     return _table("tasks", shown.map(lambda value: number(value, 1)))
 
 
-def _by_task(group: Group, method: str) -> pd.Series:
-    """Returns the final accuracy by task, and the forgetting, means over seeds.
-
-    Forgetting is the mean, over all tasks except the last, of the best earlier accuracy minus the
-    final one (Chaudhry et al., "Riemannian Walk for Incremental Learning", 2018). It needs an
-    evaluation after every task.
-    """
-    seeds = []
-    for run in group.runs:
-        points = [point.task_accuracy for point in run.results.curve]
-        after = pd.DataFrame([dict(enumerate(of.get(method, []), 1)) for of in points])
-        final = after.astype(float).iloc[-1]
-        if len(after) == run.results.num_tasks > 1:
-            final["Forgetting"] = (after[:-1].max() - final)[:-1].mean()
-        seeds.append(final)
-    return pd.concat(seeds, axis=1).mean(axis=1, skipna=False)
+def of_matrices(groups: Sequence[Group]) -> pd.DataFrame:
+    """Returns a row per group, seed, calibrator, number of learned tasks and task."""
+    parts = []
+    for group in groups:
+        labels = {"benchmark": group.benchmark, "learner": group.learner, "settings": group.title}
+        for name in (*group.methods, "oracle"):
+            for seed, matrix in accuracy_matrices(group, name).items():
+                cells = matrix.melt(ignore_index=False, value_name="accuracy").reset_index()
+                parts.append(cells.assign(**labels, seed=seed, calibrator=name))
+    return pd.concat(parts).dropna()[[*labels, "seed", "calibrator", "after", "task", "accuracy"]]
 
 
 # Ours beside the paper's -------------------------------------------------------------------------
@@ -279,8 +276,10 @@ def _lines(table: str, groups: Sequence[Group]) -> dict[str, str]:
         pairs = [name.split("=") for name in names if "=" in name]
         order = sorted((quantities.SWEPT.index(s), float(v), s) for s, v in pairs)
         return {f"{label[s]} = {v:g}": f"{s}={v:g}" for _, v, s in order}
-    lines = _TEXTS[table]["lines"].items()
-    return {label: name if chosen else name.replace("selected", FDC.name) for label, name in lines}
+    lines = dict(_TEXTS[table]["lines"])
+    if chosen not in ("full", "") and "+ FDC" in lines:
+        lines[f"+ {formatting.method_title('selected')}"] = lines.pop("+ FDC")
+    return {label: n if chosen else n.replace("selected", FDC.name) for label, n in lines.items()}
 
 
 def beside(
@@ -302,6 +301,8 @@ def beside(
     for learner in dict.fromkeys(group.learner for group in groups):
         listed = lines(table, [group for group in groups if group.learner == learner])
         wanted += [(learner, label, *quantities.parse(name)) for label, name in listed.items()]
+    if table in _MEASURED:
+        scope = " ".join(filter(None, (scope, _devices(groups, table))))
     columns = ["learner", "label", "calibrator", "quantity"]
     numbers = pd.DataFrame(wanted, columns=columns).merge(ours, on=["learner", *columns[2:]])
     cells = _labelled(numbers, names)
@@ -329,6 +330,20 @@ def beside(
     means = _pivot(cells, labels, "benchmark", "mean").reindex(columns=made.frame.columns).round(2)
     bold = np.argwhere(means.eq(means.max()).to_numpy())
     return made._replace(best=frozenset(map(tuple, bold.tolist())))
+
+
+_MEASURED = ("cost", "latency")  # tables whose numbers are of a device
+
+
+def _devices(groups: Sequence[Group], table: str) -> str:
+    """Returns the sentence about the devices of both sides."""
+    members = [run for group in groups for run in group.runs]
+    if table == "cost":
+        devices = [run.results.device for run in members]
+    else:
+        devices = [run.read_latency().device for run in members]
+    ours = ", ".join(filter(None, dict.fromkeys(devices))) or "not recorded"
+    return f"Devices: ours {ours}; the paper's {paper.NUMBERS['cost_device']}."
 
 
 _KINDS = ["ours", "paper", "difference"]
@@ -379,7 +394,7 @@ def selected(least: Mapping[str, float]) -> str:
     averaged over seeds, is positive on every benchmark.
 
     Args:
-        least: the least of these gains by the key of the component.
+        least: the least mean gain of a benchmark, by the key of the component.
     """
     tsf, pretrained, adapted = (least[key] > 0 for key in _PARTS)
     if adapted and pretrained:
@@ -391,12 +406,12 @@ def selected(least: Mapping[str, float]) -> str:
 
 
 def gains(groups: Sequence[Group]) -> pd.DataFrame:
-    """Returns mean gains by learner, settings and benchmark (row) and combination (column)."""
-    ours = pd.concat([group.rows for group in groups], ignore_index=True)
+    """Returns gains by learner, settings, benchmark and seed (row) and combination (column)."""
+    ours = pd.concat([group.numbers for group in groups], ignore_index=True)
     ours = ours[ours["quantity"] == "gain"]
-    labels = ["learner", "settings", "benchmark"]
+    labels = ["learner", "settings", "benchmark", "seed"]
     keys = [*paper.COMPONENT_TITLES, "selected"]
-    table = _pivot(ours, labels, "calibrator", "mean").reindex(columns=keys)
+    table = _pivot(ours, labels, "calibrator", "value").reindex(columns=keys)
     return table.dropna(subset=["selected", "full", *_PARTS])
 
 
@@ -405,7 +420,8 @@ def of_selection(groups: Sequence[Group]) -> Table:
     names, scope = _settings(groups)
     cells: dict[tuple[str, str], Cells] = {}
     pairs = []
-    for (learner, title), own in gains(groups).groupby(["learner", "settings"], sort=False):
+    for (learner, title), by_seed in gains(groups).groupby(["learner", "settings"], sort=False):
+        own = by_seed.groupby("benchmark", sort=False).mean()
         least = own.min()
         chosen = selected(least)
         keys = {"the paper's choice": "selected", "own choice": chosen, "all components": "full"}
@@ -415,6 +431,8 @@ def of_selection(groups: Sequence[Group]) -> Table:
         row = {part: number(least[key], signed=True) for key, part in _PARTS.items()}
         row["own choice"] = paper.COMPONENT_TITLES[chosen]
         row["the paper's choice"] = paper.COMPONENT_TITLES[learners.selected(learner)]
+        positive = int((by_seed["selected"] > 0).sum())
+        row["pairs of benchmark and seed"] = f"{positive} of {len(by_seed)}"
         cells[learner, names[title]] = row
     of_paper = _gains_of_paper()
     if not any(group.benchmark in paper.benchmarks() for group in groups):

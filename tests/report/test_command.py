@@ -62,6 +62,10 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, no_figures):
     assert command.main(given) == 0
     assert capsys.readouterr() == ("", "")
     assert ",,50,,14.4" in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
+    given.remove("--quiet")
+    assert command.main(given) == 0
+    printed = capsys.readouterr().out
+    assert (tmp_path / "o" / "tables" / "reference_other_code.txt").read_text() in printed
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,17 @@ def test_one_seed_has_a_row_per_calibrator(capsys):
     assert rows["Task given"][0] == "95.00"
     assert rest == [
         f"Best calibrator of the run: {GAUSSIANS}.",
+        "Forgetting and backward transfer, points: Raw 1.5, -1.5; FDC 1.5, -1.5; Class Gaussians "
+        "1.5, -1.5.",
         "Class Gaussians with drift compensation.",
     ]
+
+
+def test_equally_accurate_calibrators_are_named_together(capsys):
+    run = made_up.run(1, "digits")
+    run.results.accuracy |= {"raw": 60.0, "fdc": 70.0, "gaussians": 70.0}
+    _, _, rest = shown(capsys, run)
+    assert rest[0] == f"Most accurate, equally: FDC and {GAUSSIANS}."
 
 
 def test_several_seeds_have_means_and_intervals(capsys):

@@ -64,14 +64,24 @@ def test_accuracies_of_tasks_and_forgetting_by_hand():
     made = group(by_hand(), curve=recorded())
     found = tables.of_tasks(made).frame
     assert list(found) == ["Raw", "FDC", formatting.method_title("gaussians"), "Task given"]
+    expected = {1: "60.0", 2: "50.0", 3: "70.0"}
     # Task 1 was best after task 2.
-    assert found["FDC"].to_dict() == {1: "60.0", 2: "50.0", 3: "70.0", "Forgetting": "32.5"}
+    expected |= {"Forgetting": "32.5", "Backward transfer": "-30.0"}
+    assert found["FDC"].to_dict() == expected
+    long = tables.of_matrices([made])
+    cells = long[long["calibrator"] == "fdc"].pivot(
+        index="after", columns="task", values="accuracy"
+    )
+    np.testing.assert_array_equal(cells, [[90, np.nan, np.nan], [95, 80, np.nan], [60, 50, 70]])
 
 
 def test_a_task_without_images_is_left_out():
     made = group(by_hand(), curve=recorded([[90.0], [80.0, None], [70.0, None, 60.0]]))
     found = tables.of_tasks(made).frame["FDC"].to_dict()
-    assert math.isnan(found.pop(2)) and found == {1: "70.0", 3: "60.0", "Forgetting": "20.0"}
+    assert math.isnan(found.pop(2)) and found == {
+        **{1: "70.0", 3: "60.0"},
+        **{"Forgetting": "20.0", "Backward transfer": "-20.0"},
+    }
     assert "Forgetting" not in tables.of_tasks(group(by_hand(), curve=recorded()[1:])).frame.index
 
 

@@ -82,6 +82,45 @@ def test_the_page_documents_the_columns():
     assert sorted(named) == sorted(reference.Line.__struct_fields__)
 
 
+KNOWN = {("digits", "cumulative_lora"), ("digits", "loda")}
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["digits,loda,raw,,74.3,,,"], ""),
+        (["digits,loda,gain:fdc,,0.4,,,"], ""),
+        (
+            ["digits,loda,raw,,74.3,,,", "digits,l2p,raw,,7,,,", "cub200,loda,raw,,7,,,"],
+            "no run of digits l2p, cub200 loda",
+        ),
+        (
+            ["digits,loda,raw,,74.3,,,", "Digits,Cumulative-LoRA,raw,,70,,,"],
+            "no run of Digits Cumulative-LoRA; Digits is named digits; Cumulative-LoRA is named "
+            "cumulative_lora",
+        ),
+    ],
+)
+def test_lines_without_a_run_are_named_in_one_line(tmp_path, lines, expected):
+    actual = reference.check_matches("r.csv", read(tmp_path, *lines), KNOWN)
+    assert actual == (f"r.csv: {expected}" if expected else "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            ["digits,loda,raw,,0.7433,,,", "digits,loda,fdc,,0.93,,,"],
+            "expected percent, found fractions such as 0.93",
+        ),
+        (["digits,LoDA,raw,,70,,,"], "found lines about digits LoDA; LoDA is named loda"),
+    ],
+)
+def test_fractions_and_titles_are_named(tmp_path, lines, message):
+    with pytest.raises(InputError, match=message):
+        reference.check_matches("r.csv", read(tmp_path, *lines), KNOWN)
+
+
 # Comparing ----------------------------------------------------------------------------------------
 
 NUMBERS = st.floats(0, 100)

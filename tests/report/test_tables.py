@@ -100,10 +100,14 @@ def test_ours_the_paper_s_and_the_difference(ours):
     reduced = results(seed=4)["accuracy"]["raw"]
     assert found["ours (1)"]["CIFAR-100"] == f"{reduced:.2f} (1)"
     assert table.scope == "Ours depart from the paper's protocol: (1) epochs 5."
+    devices = "Devices: ours 1 x cpu; the paper's 1 x NVIDIA A100 80GB PCIe."
+    assert ours["cost"].scope == f"{table.scope} {devices}"
     chosen = [
         each["components"]["pac+rlc_adapted_view"] for each in of_seeds("splitlora", seeds=(1, 2))
     ]
-    assert lines(table, "SplitLoRA", "+ FDC")["ours"]["CIFAR-100"] == written(chosen)
+    assert lines(table, "SplitLoRA", "+ FDC, the paper's choice")["ours"]["CIFAR-100"] == written(
+        chosen
+    )
 
 
 def test_the_best_mean_of_ours_is_bold(ours):
@@ -207,6 +211,8 @@ def test_pairs_with_a_gain_are_counted_as_the_paper_counts_its_own(ours, groups)
         np.mean(group.values("full", "gain")) for group in groups if group.learner == "splitlora"
     ]
     assert found["ours"]["gains, all components"] == f"2 of 2, {np.mean(gains):+.2f}"
+    row = lines(ours["selection"], "SplitLoRA")["ours"]
+    assert row["pairs of benchmark and seed"] == "4 of 4"
     numbers = {"learner": "plugged", "calibrator": "all components", "settings": "ours"}
     row = record(ours["selection"], quantity="pairs with a gain", **numbers)
     assert (row["mean"], row.n) == (2, 2)
