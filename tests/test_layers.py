@@ -29,7 +29,7 @@ LIMITS = {
     "paper": 6_000,
     "posthoc": 3_380,
     "report": 22_110,
-    "run": 21_470,
+    "run": 21_480,
 }
 
 

@@ -46,7 +46,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _flat(f"{name}/{key}", part)
-    elif value is not None:
+    elif not isinstance(value, str | None):  # Labels of images are packed as text.
         yield name, float(value)
 
 

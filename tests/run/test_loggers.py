@@ -10,8 +10,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fdc_jax.errors import InputError
-from fdc_jax.run.loggers import Loggers
-from tests.small_runs import config, run, stopped
+from fdc_jax.run.loggers import KINDS, Loggers
+from tests.small_runs import config, results, run, stopped
 
 
 def events(folder, kind):
@@ -82,6 +82,15 @@ def test_wandb_has_each_event_once(tmp_path, monkeypatch):
         ("6000", 2, {"epoch/loss": 0.25, "step": 2}),
     ]
     assert list(tmp_path.glob("wandb/offline-run-*-6000/*.wandb"))
+
+
+def test_loggers_get_the_numbers_of_a_run(finished_run, monkeypatch):
+    values = {}
+    monkeypatch.setitem(KINDS, "wandb", lambda *_: lambda named, *_: values.update(named))
+    Loggers("wandb", finished_run / "metrics.jsonl")
+    assert {type(value) for value in values.values()} == {float}
+    for name, accuracy in results(finished_run)["accuracy"].items():
+        assert values[f"evaluation/accuracy/{name}"] == accuracy
 
 
 def test_missing_logger_package_is_one_line(tmp_path, monkeypatch, caplog):
