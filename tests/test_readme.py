@@ -31,6 +31,8 @@ def commands(text):
     commands_found = []
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
+            if block.startswith("#!") and "python" not in line:
+                continue  # a line of a script
             line = re.split(r"\s+#", line)[0]
             commands_found += [part.strip(" &") for part in line.split("&&") if part.strip()]
     return commands_found
