@@ -81,7 +81,8 @@ def _run(options: argparse.Namespace) -> None:
     for note in _notes(predictions):
         progress.line(note)
     progress.start(len(predictions), 0)
-    start, counts = time.perf_counter(), collections.Counter(images=0, unlike=0, labelled=0)
+    start = time.perf_counter()
+    counts = collections.Counter(images=0, unlike=0, labelled=0)
     answers: _Answers = collections.defaultdict(collections.Counter)
     printed: list[pd.DataFrame] = []
     shown: dict[str, list[_Row]] = collections.defaultdict(list)

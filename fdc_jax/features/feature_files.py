@@ -93,7 +93,9 @@ class FeatureSet(NamedTuple):
         """Returns the task of every test label, from 0; raises InputError without test labels."""
         if self.test_labels is None:
             raise InputError("test_labels: missing, so that the true tasks are not known")
-        task_of = {int(c): t for t, task in enumerate(self.tasks) for c in task.classes}
+        task_of: dict[int, int] = {}
+        for t, task in enumerate(self.tasks):
+            task_of |= dict.fromkeys(map(int, task.classes), t)
         return np.array([task_of[int(label)] for label in self.test_labels])
 
     def check(self) -> None:
@@ -155,7 +157,10 @@ def errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
 
     def array(match: re.Match[str]) -> str:
         final, part, task, test = match.groups()
-        return f"test_{test}" if test else f"{'final_' * bool(final)}{_ARRAYS[part]}_{task}"
+        if test:
+            return f"test_{test}"
+        prefix = "final_" if final else ""
+        return f"{prefix}{_ARRAYS[part]}_{task}"
 
     try:
         yield
@@ -230,7 +235,7 @@ def _check_complete(arrays: Arrays, count: int) -> None:
             if f"{stem}_{t}" not in arrays:
                 expected = f"expected for each task t = {first} .. {count - 1}"
                 raise InputError(f"{stem}_{t}: missing; {expected}")
-    for name in ("test_adapted", *["test_pretrained"] * two_views):
+    for name in ("test_adapted", "test_pretrained") if two_views else ("test_adapted",):
         if name not in arrays:
             raise InputError(f"{name}: missing; expected beside the arrays of {count} tasks")
     for t in range(count):
@@ -257,7 +262,8 @@ def _small(
 ) -> TaskFeatures:
     """Returns a task without its features, after checks of their shapes."""
     name, label_name = f"train_adapted_{t}", f"train_labels_{t}"
-    adapted, labels = _features(arrays, name), inputs.label_array(arrays[label_name], label_name)
+    adapted = _features(arrays, name)
+    labels = inputs.label_array(arrays[label_name], label_name)
     inputs.same_length(labels, adapted, label_name, name)
     _features(arrays, f"train_pretrained_{t}", adapted, name)
     previous = _features(arrays, f"train_previous_{t}")
@@ -279,7 +285,8 @@ def _head(
         if name in arrays and name not in names:
             raise InputError(f"{name}: {kind} heads, as head_kind says they are, have none")
     counts, rows = [*map(len, classes)], len(np.atleast_1d(arrays[names[0]]))
-    first, count = sum(counts[:t]), counts[t]
+    first = sum(counts[:t])
+    count = counts[t]
     if rows != count:
         hint = ""
         if rows in (first + count, sum(counts)):  # probably one head of several tasks

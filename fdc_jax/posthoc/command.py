@@ -207,7 +207,8 @@ def _of_one_file(
     options: argparse.Namespace, file: Path, names: Sequence[str], settings: Mapping[str, Any]
 ) -> None:
     """Prints the table of one file, and writes predictions and the calibrator."""
-    output, compared = _output(options, file, names), len(names) > 1
+    output = _output(options, file, names)
+    compared = len(names) > 1
     features, outcomes, refused = _outcomes(file, names, settings)
     if features.test_labels is None and (compared or (output or options.calibrator) is None):
         raise InputError(f"{file}: no test_labels, so expected --output=PATH.npz and one method")
@@ -246,8 +247,9 @@ def _output(options: argparse.Namespace, file: Path, names: Sequence[str]) -> Pa
             continue
         roles[os.path.realpath(named_path("features", file))] = "the feature file itself"
         written = check_writable_file(flag, path, ".npz")
-        if role := roles.get(real := os.path.realpath(written)):
-            raise InputError(f"{flag}: {path} is {role}")
+        real = os.path.realpath(written)
+        if real in roles:
+            raise InputError(f"{flag}: {path} is {roles[real]}")
         roles[real] = f"the file of {flag}"
         setattr(options, flag.strip("-"), written)
     return options.output
@@ -279,9 +281,10 @@ def _lines(results: Mapping[str, Any], sizes: str) -> list[str]:
         numbers = shares["routing_accuracy"], shares["oracle_accuracy"], megabytes
         numbers += (results["timing"]["fit_seconds"][name],)
         rows.append((*row, *(f"{number:.2f}" for number in numbers)))
-    header = ("method", "accuracy", *("gain", "95% interval") * bool(gains), "right task")
-    header += ("task given", "storage, MiB", "fit, s")
-    align = ("left", *["right"] * (len(header) - 1))
+    header = ["method", "accuracy"]
+    header += ["gain", "95% interval"] if gains else []
+    header += ["right task", "task given", "storage, MiB", "fit, s"]
+    align = ["left", *("right" for _ in header[1:])]
     table = tabulate(rows, header, "plain", disable_numparse=True, colalign=align)
-    unit = "Accuracy in percent" + ", gains over raw in points" * bool(gains)
+    unit = f"Accuracy in percent{', gains over raw in points' if gains else ''}"
     return [f"{unit}; {sizes}", table, *notes]

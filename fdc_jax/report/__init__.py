@@ -82,7 +82,8 @@ def write(
         if not quiet:
             print(f"fdc_jax.report: {displayed(text)}", file=sys.stderr, flush=True)
 
-    folder, hidden = named_path("--output", output), quiet or not sys.stderr.isatty()
+    folder = named_path("--output", output)
+    hidden = quiet or not sys.stderr.isatty()
     check_writable_folder("--output", folder)
     # Errors of the arguments come before any work.
     compared = {Path(path).stem: (path, reference.read(path)) for path in references}

@@ -114,8 +114,9 @@ def untrained(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
 def _code() -> str:
     """Returns a checksum of the code that results depend on."""
     package = Path(calibration.__file__).parents[1]
-    files = [f for room in ("calibration", "features") for f in (package / room).rglob("*.py")]
-    files += [Path(__file__), Path(diagnostics.__file__)]
+    files = [Path(__file__), Path(diagnostics.__file__)]
+    for room in ("calibration", "features"):
+        files += (package / room).rglob("*.py")
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 

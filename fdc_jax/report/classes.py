@@ -70,7 +70,8 @@ def load(group: Group) -> Classes | None:
     size = int(images.drop(columns="task").to_numpy().max()) + 1
     counts = evaluation.task_confusion(images["label"], images[f"{group.headline}_label"], size)
     totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    wrong, shares = counts - np.diag(np.diag(counts)), 100.0 * counts / totals
+    wrong = counts - np.diag(np.diag(counts))
+    shares = 100.0 * counts / totals
     by_class = images.groupby("label")
     table = pd.DataFrame({"task": by_class["task"].first() + 1, "images": by_class.size()})
     for name in methods:
@@ -88,8 +89,8 @@ def load(group: Group) -> Classes | None:
     names = [pictures.class_name(group.runs[0].class_names, label) for label in range(num_classes)]
     untested = [name for label, name in enumerate(names) if label not in table.index]
     order = sorted_by_likeness(wrong / totals)
-    pairs, num_pairs = pairs[:WORST], len(pairs)
-    return Classes(names, table, pairs, order, cells, untested, num_pairs, len(group.runs))
+    shown = pairs[:WORST]
+    return Classes(names, table, shown, order, cells, untested, len(pairs), len(group.runs))
 
 
 def sorted_by_likeness(wrong: np.ndarray) -> list[int]:
@@ -106,7 +107,8 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
     """Adds test images of the first seed: wrong answers, and images unlike anything learned."""
     run: Any = group.runs[0]
     columns = predictions(run)
-    label, chosen = columns["label"], columns[f"{group.headline}_label"]
+    label = columns["label"]
+    chosen = columns[f"{group.headline}_label"]
     wrong = np.flatnonzero(chosen != label)
     classes = classes._replace(number=len(wrong), missing="")
     unlike = _unlike(run, len(label))
@@ -118,8 +120,8 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
         except InputError as error:
             return classes._replace(missing=f"The test images could not be read: {error}")
         for row, image in zip(block, images, strict=True):
-            uri, small = pictures.data_uri(image, _SIDE), pictures.is_small(image)
-            shown.append(Shown(uri, small, int(label[row]), int(chosen[row])))
+            uri = pictures.data_uri(image, _SIDE)
+            shown.append(Shown(uri, pictures.is_small(image), int(label[row]), int(chosen[row])))
     count = len(unlike[:UNLIKE])
     return classes._replace(wrong=shown[count:], unlike=shown[:count], num_unlike=len(unlike))
 

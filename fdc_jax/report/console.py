@@ -13,19 +13,20 @@ from fdc_jax.report.runs import Group
 
 def show(group: Group) -> None:
     """Prints accuracies in percent and gains in points by calibrator, and sentences about them."""
-    first, several = group.results, len(group.runs) > 1
+    first = group.results
+    seeds = "seeds" if len(group.runs) > 1 else "seed"
     sizes = (
         counted(first.num_tasks, "task"),
         counted(first.num_classes, "class"),
         counted(first.num_test_images, "test image"),
     )
     print(
-        f"{first.benchmark}, {title(first.learner)}, seed{'s' * several} "
+        f"{first.benchmark}, {title(first.learner)}, {seeds} "
         f"{', '.join(map(str, group.seeds))}: {', '.join(sizes)}\n"
     )
     frame = tables.of_calibrators([group]).frame.rename_axis("percent").fillna("")
     shown = frame.drop(columns="storage, MiB", errors="ignore")
-    align = ("left", *["right"] * len(shown.columns))
+    align = ["left", *("right" for _ in shown.columns)]
     print(tabulate(shown, "keys", disable_numparse=True, colalign=align), end="\n\n")
     if group.leading == ["raw"] and len(group.methods) > 1:
         print("No calibrator of the run is as accurate as the raw logits.")
@@ -71,9 +72,12 @@ def verdict(group: Group) -> str:
 def notes(group: Group) -> list[str]:
     """Returns lines about calibrators and skipped images; numbers are means over seeds."""
     seeds = [run.results for run in group.runs]
-    texts = [note for results in seeds for note in results.notes.values()]
-    lines = [f"{note[:1].upper()}{note[1:]}." for note in dict.fromkeys(texts)]
-    skipped = dict(kind for results in seeds for kind in results.skipped.items())
+    texts: dict[str, None] = {}
+    skipped: dict[str, str] = {}
+    for results in seeds:
+        texts |= dict.fromkeys(results.notes.values())
+        skipped |= results.skipped
+    lines = [f"{note[:1].upper()}{note[1:]}." for note in texts]
     lines += [f"Images: {reason}: {paths}." for reason, paths in skipped.items()]
     errors = pd.DataFrame([results.calibration_error for results in seeds]).mean()
     by_chance = pd.DataFrame([results.chance_calibration_error for results in seeds]).mean()

@@ -4,6 +4,7 @@ Functions draw one group or all groups, and return None if numbers are missing. 
 titles and captions by the names of the functions.
 """
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -61,11 +62,10 @@ def curve(group: Group) -> pd.DataFrame | None:
     None if fewer than two tasks were evaluated.
     """
     names = [*group.methods, "oracle"]
-    rows = [
-        {"seed": run.results.seed, "task": point.task + 1} | point.accuracy
-        for run in group.runs
-        for point in run.results.curve
-    ]
+    rows: list[dict[str, Any]] = []
+    for run in group.runs:
+        seed = {"seed": run.results.seed}
+        rows += [seed | {"task": p.task + 1} | p.accuracy for p in run.results.curve]
     if len({row["task"] for row in rows}) < 2:
         return None
     return pd.DataFrame(rows).set_index(["seed", "task"]).reindex(columns=names).astype(float)
@@ -127,7 +127,8 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
     if len(groups) < 2:
         return None
     figure, (axes,) = drawing.panels(1, 1.2 + 0.22 * len(groups), 1)
-    looks = drawing.looks([*(name for group in groups for name in group.methods), "oracle"])
+    methods = itertools.chain.from_iterable(group.methods for group in groups)
+    looks = drawing.looks([*methods, "oracle"])
     for row, group in enumerate(groups):
         for name in filter(group.has, (*group.methods, "oracle")):
             colour, marker = looks[name]
@@ -195,7 +196,7 @@ def residual_distributions(group: Group) -> Figure | None:
     """Draws densities of residuals of own and foreign images, by view, for two heads."""
     if not (seeds := group.analyses.get("residual_distributions")):
         return None
-    cells = [(view, head) for view in seeds[0] for head in ("first", "last")]
+    cells = [*itertools.product(seeds[0], ("first", "last"))]
     figure, panels = drawing.panels(len(cells), 1.95, 2)
     pink: dict[str, Any] = {"color": drawing.FOREIGN}
     for axes, (view, head) in zip(panels, cells, strict=True):
@@ -283,7 +284,10 @@ class Drawing(NamedTuple):
 # Figures of runs, at the head of the page, and of analyses.
 _OF_A_RUN = (accuracy_curve, accuracy_matrix, task_confusion)
 _OF_ANALYSES = (
-    *(similarity, residual_contributions, residual_distributions, prototype_geometry),
+    similarity,
+    residual_contributions,
+    residual_distributions,
+    prototype_geometry,
     sweeps,
 )
 OF_A_RUN = tuple(function.__name__ for function in _OF_A_RUN)
@@ -306,12 +310,12 @@ def _drawn(function: Callable[[Any], Figure | None], shown: Any, number: int = 0
         text = drawing.svg(figure)
         figure.set_layout_engine("none")  # files of other kinds keep this layout
     kind = name = function.__name__
-    title, caption = _TEXTS[kind]["title"], _TEXTS[kind]["caption"]
+    title = _TEXTS[kind]["title"]
     if isinstance(shown, Group):
         stem = f"{kind}_{number}_{shown.benchmark}_{shown.learner}".lower()
         name, title = re.sub(r"[^a-z0-9_-]+", "-", stem), f"{title}: {shown.name}"
         shown = [shown]
-    return Drawing(name[:80], kind, title, caption, [*shown], figure, text)
+    return Drawing(name[:80], kind, title, _TEXTS[kind]["caption"], [*shown], figure, text)
 
 
 def write(drawn: Drawing, folder: Path) -> None:

@@ -19,20 +19,23 @@ def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
     """Formats a number, without a minus before a zero; NaN for None and NaN."""
     if value is None or math.isnan(value):
         return math.nan
-    return f"{round(value, digits) + 0.0:{'+' * signed},.{digits}f}"
+    sign = "+" if signed else ""
+    return f"{round(value, digits) + 0.0:{sign},.{digits}f}"
 
 
 def mean(
     value: float | None, std: float | None = None, digits: int = 2, signed: bool = False
 ) -> Any:
     """Formats a mean with its deviation over seeds, if it is known."""
-    text, deviation = number(value, digits, signed), number(std, digits)
+    text = number(value, digits, signed)
+    deviation = number(std, digits)
     return f"{text} ± {deviation}" if isinstance(deviation, str) else text
 
 
 def interval(low: float | None, high: float | None, digits: int = 2, signed: bool = True) -> Any:
     """Formats an interval; NaN if it is not known."""
-    start, end = number(low, digits, signed), number(high, digits, signed)
+    start = number(low, digits, signed)
+    end = number(high, digits, signed)
     return f"{start} to {end}" if isinstance(start, str) else math.nan
 
 

@@ -1,6 +1,7 @@
 """HTML pages of reports, classes and predictions, which load nothing else."""
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ def render(
         sections=sections,
         folded=not any(group.known for group in groups),
         reading=tables.READING if any("numbers" in t.frame.index.names for t in compared) else "",
-        methods={name for group in groups for name in group.methods},
+        methods=set().union(*(group.methods for group in groups)),
         skipped=skipped,
         # The calibrators of a single group stand in its section.
         tables=[table for table in compared if table.name != "calibrators" or len(groups) > 1],
@@ -93,8 +94,8 @@ def render_classes(group: Group, classes: Classes) -> str:
 
 def render_predictions(benchmark: str, method: str, **material: Any) -> str:
     """Returns the page of predictions of a calibrator; `predictions.html.jinja` has its content."""
-    data, method = paper.benchmark_title(benchmark), _answering(method)
-    return _fill("predictions", data=data, method=method, **material)
+    data = paper.benchmark_title(benchmark)
+    return _fill("predictions", data=data, method=_answering(method), **material)
 
 
 def _fill(template: str, **material: Any) -> str:
@@ -157,7 +158,7 @@ def _inline(figure: Drawing) -> str:
 
 def _bar(value: float, lines: Sequence[Any]) -> tuple[float, float]:
     """Returns start and length of a bar, in percent of a row that fits all evidence."""
-    values = [0.0, *(number for line in lines for number in line[1:])]
-    low, high = min(values), max(values)
-    unit = 100.0 / ((high - low) or 1.0)
+    values = [0.0, *itertools.chain.from_iterable(line[1:] for line in lines)]
+    low = min(values)
+    unit = 100.0 / ((max(values) - low) or 1.0)
     return (min(value, 0.0) - low) * unit, abs(value) * unit

@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,9 +61,10 @@ class Pictures(NamedTuple):
 def load(run: Any) -> Pictures:
     """Returns the pictures of one seed, a run of `fdc_jax.open_run`."""
     columns, kinds = predictions(run), ("", "raw_", "fdc_")
-    if not {f"{kind}{part}" for kind in kinds for part in ("label", "task")} <= columns.keys():
+    if any(f"{kind}{part}" not in columns for kind, part in product(kinds, ("label", "task"))):
         return Pictures(missing="The run kept no predictions of FDC.")
-    labels, tasks = columns["label"], columns["task"]
+    labels = columns["label"]
+    tasks = columns["task"]
     repaired = np.flatnonzero((columns["raw_task"] != tasks) & (columns["fdc_label"] == labels))
     broken = np.flatnonzero((columns["raw_label"] == labels) & (columns["fdc_task"] != tasks))
     first = spaced(repaired, PICTURES)
@@ -70,7 +72,8 @@ def load(run: Any) -> Pictures:
     if not len(rows):
         return Pictures(missing="FDC changed the task of no image to or from the true one.")
     try:
-        images, evidence = run.test_images(rows), _evidence(run, columns, rows)
+        images = run.test_images(rows)
+        evidence = _evidence(run, columns, rows)
     except InputError as error:
         return Pictures(missing=f"The test images could not be read: {error}")
 
@@ -127,7 +130,8 @@ def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:
 
 def data_uri(image: UInt8[np.ndarray, "h w 3"], side: int = _SIDE) -> str:
     """Returns the data URI of an image: PNG if it is small, else JPEG of at most `side` pixels."""
-    picture, file = Image.fromarray(np.asarray(image)), io.BytesIO()
+    file = io.BytesIO()
+    picture = Image.fromarray(np.asarray(image))
     kind = "png" if is_small(image) else "jpeg"
     picture.thumbnail((side, side))
     picture.save(file, kind, quality=85, optimize=True)

@@ -6,6 +6,7 @@ paired with our runs of the same seeds.
 
 import csv
 import io
+import itertools
 import math
 from pathlib import Path
 from typing import Annotated
@@ -91,8 +92,8 @@ def check_matches(path: str | Path, lines: pd.DataFrame, known: set[tuple[str, s
     # Names by titles, which somebody may have copied from a table.
     names = {learners.title(learner): learner for _, learner in known}
     names |= {BENCHMARKS[name].title: name for name, _ in known if name in BENCHMARKS}
-    copied = [title for pair in unknown for title in pair if title in names]
-    hints = [f"; {title} is named {names[title]}" for title in dict.fromkeys(copied)]
+    words = dict.fromkeys(itertools.chain.from_iterable(unknown))
+    hints = [f"; {title} is named {names[title]}" for title in words if title in names]
     text = escaped(", ".join(map(" ".join, unknown))[:200]) + "".join(hints)
     if len(unknown) == len(listed):
         own = ", ".join(map(" ".join, sorted(known)))[:200]

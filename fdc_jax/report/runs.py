@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +64,7 @@ class Group:
     @property
     def methods(self) -> list[str]:
         """Names of `raw` and of the calibrators, FDC first."""
-        names = [name for run in self.runs for name in run.results.accuracy]
+        names = [*itertools.chain.from_iterable(run.results.accuracy for run in self.runs)]
         first = [name for name in ("raw", FDC.name) if name in names]
         return [name for name in dict.fromkeys(first + names) if name != "oracle"]
 
@@ -210,7 +211,7 @@ def load(
 def folders(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Returns the run folders at and below paths, each once; a path without a run stands for it."""
     named = [named_path("run", path) for path in paths]
-    found = [folder for path in named for folder in _runs_in(path) or [path]]
+    found = itertools.chain.from_iterable(_runs_in(path) or [path] for path in named)
     return [*{os.path.realpath(folder): folder for folder in found}.values()]
 
 
@@ -220,7 +221,7 @@ def _runs_in(path: Path) -> list[Path]:
         return [path]
     children = [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
     children.sort(key=lambda child: (len(child.name), child.name))
-    return [run for child in children for run in _runs_in(child)]
+    return [*itertools.chain.from_iterable(map(_runs_in, children))]
 
 
 def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
@@ -377,7 +378,8 @@ def settings(results: Results) -> dict[str, Any]:
     An absent field has the paper's value.
     """
     benchmark, learner = results.benchmark, results.learner
-    prefix, options = learners.section(learner), learners.default_options(learner, benchmark)
+    prefix = learners.section(learner)
+    options = learners.default_options(learner, benchmark)
     values = _EXPECTED | {f"learner.{prefix}.{name}": value for name, value in options.items()}
     # Fields of earlier versions are left out, since they have no effect.
     values |= {
@@ -415,7 +417,8 @@ def deviations(benchmark: str, learner: str, values: dict[str, Any]) -> list[str
         count = values[f"num_{part}_images"]
         if sizes and not values[f"data.{part}_per_class"] and count not in (None, sizes[part]):
             phrases.append(f"{count:,} of {sizes[part]:,} {word} images")
-    weights, patterns = values["encoder.weights"], paper.NUMBERS["protocol"]["weights"]
+    weights = values["encoder.weights"]
+    patterns = paper.NUMBERS["protocol"]["weights"]
     same_size = values["encoder.variant"] == expected.get("encoder.variant")
     if weights and same_size and not any(fnmatch.fnmatch(weights, name) for name in patterns):
         phrases.append(f"weights {weights}")

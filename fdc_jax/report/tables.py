@@ -1,5 +1,6 @@
 """Tables of the report: ours beside the paper's, calibrators, tasks, and the selection rule."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,33 +45,37 @@ class Table(NamedTuple):
         for row, names in enumerate(labels.mask(same, "").to_numpy().tolist()):
             yield names, [(text, (row, i) in self.best) for i, text in enumerate(cells[row])]
 
+    def _lines(
+        self, text: Callable[[str], str], bold: Callable[[str], str]
+    ) -> tuple[list[str], list[list[str]]]:
+        """Returns headings and rows with labels and cells as formatted texts."""
+        lines = []
+        for labels, cells in self.rows():
+            line = [text(label) for label in labels]
+            line += [bold(cell) if best else text(cell) for cell, best in cells]
+            lines.append(line)
+        return [text(name) for name in (*self.frame.index.names, *self.frame.columns)], lines
+
     def to_latex(self) -> str:
         """Returns a table environment, which needs the package booktabs."""
-        rows = [
-            [
-                *map(_latex, labels),
-                *(rf"\textbf{{{_latex(text)}}}" if best else _latex(text) for text, best in cells),
-            ]
-            for labels, cells in self.rows()
-        ]
-        names = [_latex(name) for name in (*self.frame.index.names, *self.frame.columns)]
-        text = pd.DataFrame(rows, columns=names).to_latex(
+        names, lines = self._lines(_latex, lambda text: rf"\textbf{{{_latex(text)}}}")
+        alignment = ["l" for _ in self.frame.index.names] + ["r" for _ in self.frame.columns]
+        text = pd.DataFrame(lines, columns=names).to_latex(
             index=False,
             escape=False,
             caption=_latex(" ".join(filter(None, (f"{self.title}.", self.scope)))),
             label=f"tab:{self.name.replace('_', '-')}",
-            column_format="l" * self.frame.index.nlevels + "r" * self.frame.shape[1],
+            column_format="".join(alignment),
         )
         text = text.replace(r"\begin{table}", "\\begin{table}\n\\centering\\small", 1)
-        reading = f" {READING}" * ("numbers" in self.frame.index.names)
-        return f"% {self.note}{reading}\n{text}"
+        notes = [self.note, READING] if "numbers" in self.frame.index.names else [self.note]
+        return f"% {' '.join(notes)}\n{text}"
 
     def to_text(self) -> str:
         """Returns title, scope and cells as plain text."""
-        rows = [[*labels, *(text for text, _ in cells)] for labels, cells in self.rows()]
-        names = [*self.frame.index.names, *self.frame.columns]
-        align = ["left"] * self.frame.index.nlevels + ["right"] * self.frame.shape[1]
-        text = tabulate(rows, names, disable_numparse=True, colalign=align)
+        names, lines = self._lines(str, str)
+        align = ["left" for _ in self.frame.index.names] + ["right" for _ in self.frame.columns]
+        text = tabulate(lines, names, disable_numparse=True, colalign=align)
         return "\n".join([*filter(None, (self.title, self.scope)), "", text, ""])
 
     def write(self, folder: Path) -> None:
@@ -98,10 +103,8 @@ def _latex(cell: Any) -> str:
 # Titles, labels, lines and notes of all tables.
 _TEXTS: dict[str, Any] = read_json(Path(__file__).with_name("tables.json"))
 READING: str = _TEXTS["ours"]
-_BESIDE = (
-    *("benchmark", "ablation", "plugin", "logit_standardisation", "average_incremental_accuracy"),
-    *("task_identity", "sweeps", "diagnostics", "cost", "latency"),
-)
+# Tables of `beside` in the order of `tables.json`.
+_BESIDE = [name for name, text in _TEXTS.items() if "beside" in text]
 
 
 def build(groups: Sequence[Group]) -> list[Table]:
@@ -138,7 +141,8 @@ def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
     titles = dict.fromkeys(group.title for group in groups)
     departing = [title for title in titles if title]
     if len(titles) == 1:
-        names, scope = dict.fromkeys(titles, "ours"), "".join(departing)
+        names = dict.fromkeys(titles, "ours")
+        scope = "".join(departing)
     else:
         names = {"": "ours"} | {title: f"ours ({n})" for n, title in enumerate(departing, 1)}
         scope = "; ".join(f"({n}) {title}" for n, title in enumerate(departing, 1))
@@ -337,11 +341,9 @@ _MEASURED = ("cost", "latency")  # tables whose numbers are of a device
 
 def _devices(groups: Sequence[Group], table: str) -> str:
     """Returns the sentence about the devices of both sides."""
-    members = [run for group in groups for run in group.runs]
-    if table == "cost":
-        devices = [run.results.device for run in members]
-    else:
-        devices = [run.read_latency().device for run in members]
+    devices: list[str] = []
+    for run in itertools.chain.from_iterable(group.runs for group in groups):
+        devices.append(run.results.device if table == "cost" else run.read_latency().device)
     ours = ", ".join(filter(None, dict.fromkeys(devices))) or "not recorded"
     return f"Devices: ours {ours}; the paper's {paper.NUMBERS['cost_device']}."
 
