@@ -59,12 +59,13 @@ def verdict(group: Group) -> str:
     gain = group.gain(group.best, name) if name else None
     if name is None or gain is None or np.isnan(gain.low):
         return ""
-    unclear = "Not significantly better" if gain.mean >= 0 else "Not better"
-    result = "Better" if gain.low > 0 else "Worse" if gain.high < 0 else unclear
+    unclear = "not significantly better" if gain.mean >= 0 else "not better"
+    result = "better" if gain.low > 0 else "worse" if gain.high < 0 else unclear
     # The page names another method before this sentence.
-    subject = "" if group.best == group.headline else f"{formatting.method_title(group.best)}: "
+    named = group.best != group.headline
+    start = f"{formatting.method_title(group.best)}: {result}" if named else result.capitalize()
     return (
-        f"{subject}{result} than no training at all ({METHODS[name].title}): "
+        f"{start} than no training at all ({METHODS[name].title}): "
         f"{gain.mean:+.2f} points, 95 % interval {formatting.interval(gain.low, gain.high)}."
     )
 
