@@ -21,14 +21,14 @@ LAYOUT = {
 LIMITS = {
     "calibration": 27_350,
     "data": 14_120,
-    "features": 3_480,
+    "features": 3_500,
     "learners": 20_320,
     "machine": 7_640,
     "model": 10_990,
     "package": 13_580,
     "paper": 6_000,
-    "posthoc": 3_380,
-    "report": 22_110,
+    "posthoc": 3_370,
+    "report": 22_170,
     "run": 21_480,
 }
 
