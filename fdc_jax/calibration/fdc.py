@@ -44,8 +44,9 @@ from fdc_jax.machine.conversion import convert
 # Floors of the paper, "Test-Time Calibration".
 SCALE_FLOOR = 1e-6
 ENERGY_FLOOR = 1e-12
-# Smaller residual ratios are rounding errors of float32.
+# Smaller residual ratios, and distances as a share of their terms, are rounding errors of float32.
 RATIO_ROUNDING = 2.0**-18
+ROUNDING = 2.0**-21
 
 
 # Statistics of a task (lines 6 and 10) ------------------------------------------------------------
@@ -178,12 +179,15 @@ def cosine_distances(centred: Any, length: Any, task: PackedTasks) -> Float[Arra
         |x|^2 / (|g| + |m|) + x.m^ (|m| - |g|) / (|g| + |m|) - x.(p - m^) + (|m| - m.p).
 
     The terms are as small as their sum. In float32, 1 minus the cosine of features that all point
-    nearly the same way has no correct digits.
+    nearly the same way has no correct digits. Sums that rounding errors of terms may reach are 0.
     """
     both = jnp.maximum(length + task.length, NORM_FLOOR)
     along = products(centred, task.directions)  # m^ first
-    shared = (squared_norm(centred) + along[:, 0] * (task.length - length)) / both
+    total = squared_norm(centred)
+    shared = (total + along[:, 0] * (task.length - length)) / both
     scaled = shared[:, None] - along + task.offset[None]
+    reached = jnp.sqrt(total)[:, None] + task.offset[None]
+    scaled = jnp.where(scaled < ROUNDING * reached, 0.0, scaled)
     distances = scaled / jnp.maximum(length, NORM_FLOOR)[:, None]
     return jnp.where(length[:, None] > NORM_FLOOR, distances, 1.0)
 
@@ -197,18 +201,6 @@ def filtered(measured: Measured, tasks: PackedTasks, gamma: Any) -> Float[Any, "
     divided = length * tasks.normalised[None] > 0.0
     length = library.where(divided, library.maximum(length, NORM_FLOOR), 1.0)
     return logits / length[..., None] + tasks.bias[None]
-
-
-def standardised(values: Any, mean: Any, deviation: Any) -> Any:
-    """Returns u_t of rho_t, or -q_t of 1 - A_t, from their moments (Eq. residual, Eq. par).
-
-    If all samples of the task have one value, what differs from it by a rounding error equals it.
-    """
-    difference = values - mean
-    library = values.__array_namespace__()
-    # At most a quarter of the floor, if the deviation is at the floor.
-    equal = library.maximum(4.0 * abs(difference), deviation) <= SCALE_FLOOR
-    return library.where(equal, 0.0, difference) / deviation
 
 
 def foreign_residuals(
@@ -228,7 +220,7 @@ def foreign_residuals(
 
     ratios = view.gather(compiled.map_blocks(by_group, view))
     earlier = np.concatenate(ratios, axis=-1)[..., : mean_std.shape[-2]]
-    return standardised(earlier, mean_std[..., 0], mean_std[..., 1])
+    return (earlier - mean_std[..., 0]) / mean_std[..., 1]  # Eq. residual
 
 
 def packed_subspaces(views: Sequence[View]) -> tuple[list[PackedTasks], Float[np.ndarray, "t 2"]]:
@@ -277,16 +269,16 @@ def evidence(
     deviation = tasks.distance_deviation[None]
 
     def usual():
-        return standardised(view.distances.min(axis=-1), mean, deviation)
+        return (view.distances.min(axis=-1) - mean) / deviation
 
     def general():
         distance = mean_of_smallest(view.distances, neighbours)
         of_input = {"axis": 1, "where": tasks.raw_scale[None] > 0, "keepdims": True}
         centre = jnp.where(nearest, distance.mean(**of_input), mean)
         spread = jnp.where(nearest, distance.std(**of_input), deviation)
-        return standardised(distance, centre, jnp.maximum(spread, SCALE_FLOOR))
+        return (distance - centre) / jnp.maximum(spread, SCALE_FLOOR)
 
-    u = standardised(view.residual, tasks.residual_mean[None], tasks.residual_deviation[None])
+    u = (view.residual - tasks.residual_mean[None]) / tasks.residual_deviation[None]
     return u, -jax.lax.cond((neighbours == 1) & ~nearest, usual, general)
 
 
