@@ -253,8 +253,8 @@ def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
         return Foreign()
     means = np.concatenate([u.mean(axis=1, dtype=float) for u in residuals])  # mu_jt
     variances = np.concatenate([u.var(axis=1, dtype=float) for u in residuals])  # V_jt
-    mean = means.mean()
-    variance = max((variances + (means - mean) ** 2).mean(), SCALE_FLOOR)
+    mean = float(means.mean())
+    variance = max(float((variances + (means - mean) ** 2).mean()), SCALE_FLOOR)
     ratio = log_ratio(mean, variance)
     sizes = [np.abs(np.polyval(ratio, u.ravel().astype(float))) for u in residuals]
     tau = np.median(np.concatenate(sizes).astype(np.float32))
