@@ -29,8 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = program.add_argument
     add("--data", default="", help="folder with the benchmarks' archives or folders, as PILOT's")
     add("--workdir", default="runs/paper", help="folder of runs and report (default runs/paper)")
-    names, plugged = ",".join(paper.benchmarks()), ",".join(paper.plugged())
-    add("--benchmarks", default=names, help="the paper's five, or others such as digits")
+    plugged = ",".join(paper.plugged())
+    add(
+        "--benchmarks",
+        default=",".join(paper.benchmarks()),
+        help="the paper's five, or others such as digits",
+    )
     add("--learners", default=f"cumulative_lora,{plugged}", help="the paper's nine, or others")
     add("--seeds", default="1,2,3", help="training seeds (default 1,2,3)")
     text = "numbers to line up with these runs, see docs/report.md; repeatable"
@@ -96,7 +100,7 @@ def _stop_on_signals() -> AbstractContextManager[StopRequest]:
 
 
 def _lacks(run: Run, missing: dict[Input, str]) -> bool:
-    return any(shared in missing for shared in run.inputs)
+    return not missing.keys().isdisjoint(run.inputs)
 
 
 def _say_missing(missing: dict[Input, str]) -> int:

@@ -54,8 +54,8 @@ class Run(NamedTuple):
     @property
     def titles(self) -> tuple[str, str, str]:
         """Benchmark, learner and seed as in tables."""
-        benchmark, learner = paper.benchmark_title(self.benchmark), learners.title(self.learner)
-        return benchmark, learner, f"seed {self.seed}"
+        benchmark = paper.benchmark_title(self.benchmark)
+        return benchmark, learners.title(self.learner), f"seed {self.seed}"
 
     def __str__(self) -> str:
         return ", ".join(self.titles)
@@ -285,7 +285,8 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
         if results:
             result.append(Need(0.0, "", 0.0))
             continue
-        kind, size = estimate.kind(run.config), estimate.size(run.config)
+        kind = estimate.kind(run.config)
+        size = estimate.size(run.config)
         passes = estimate.passes(configuration.flatten(run.config), size)
         known = speeds.get((*kind, run.learner), speeds.get(kind))
         seconds, source = known or (_seconds_of_paper(run), _PAPER)
@@ -324,9 +325,7 @@ def describe(
 ) -> str:
     """Returns the plan as text: a table with a row per run, images and weights, and totals."""
     needed = needs(runs, machines)
-    states = [
-        "no data" if any(shared in missing for shared in run.inputs) else run.state for run in runs
-    ]
+    states = [run.state if missing.keys().isdisjoint(run.inputs) else "no data" for run in runs]
     rows = [
         (number, *run.titles, state, _amount(need.hours), _amount(need.gib), need.source)
         for number, (run, state, need) in enumerate(zip(runs, states, needed, strict=True), 1)

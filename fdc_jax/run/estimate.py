@@ -164,7 +164,7 @@ def _seconds_of_loading(config: Config) -> float:
         split="",
         partition="",
         labels=np.zeros(images, np.int32),
-        ids=("",) * images,
+        ids=tuple(map(str, range(images))),
         class_names=("",),
         read=lambda index: file.getvalue(),
     )
