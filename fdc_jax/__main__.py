@@ -48,7 +48,11 @@ def load(name: str):
     os.environ["JAX_ENABLE_X64"] = "0"  # before JAX is imported
     import importlib
 
-    return importlib.import_module(f"fdc_jax.{_MODULES.get(name, name)}").main
+    from fdc_jax.errors import Ending
+
+    with Ending(f"fdc_jax.{name}") as ending:  # JAX reads its variables when it is imported.
+        return importlib.import_module(f"fdc_jax.{_MODULES.get(name, name)}").main
+    sys.exit(ending.code)
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def _parsed(values: flags.FlagValues, argv: list[str]) -> None:
         raise
     except flags.Error as error:
         text = " ".join(str(error).split())
-        if isinstance(error.__context__, InputError):
+        if error.__context__ and errors.outcome(error.__context__):
             raise error.__context__ from None
         if wrong := re.fullmatch(r"flag --([\w.]+)=(.*?): (?:expected (.*)|.*)", text):
             name, value, expected = wrong.groups()

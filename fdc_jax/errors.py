@@ -193,6 +193,8 @@ def outcome(error: BaseException) -> tuple[int, str] | None:
         if "Disallowed" in str(error):
             return 2, f"JAX_TRANSFER_GUARD: expected one that allows transfers ({line(error)})"
     frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.endswith("jax/_src/config.py"):  # a variable JAX_...
+        return 2, line(error)
     if frames and frames[-1].filename.endswith("xla_bridge.py"):
         platforms = os.environ.get("JAX_PLATFORMS", "")
         return 2, f"JAX_PLATFORMS={platforms}: JAX finds no such device here ({line(error)})"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +239,10 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
         ) from error
 
 
+def _unequal_share(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one != other).float().mean()) if one.shape == other.shape else 1.0
+
+
 def _rows(features: Any) -> tuple[torch.Tensor, ...]:
     """Returns the features of one or two views; raises InputError if they are not rows."""
     views = tuple(features) if isinstance(features, list | tuple) else (features,)
@@ -305,6 +309,7 @@ class Calibrated(nn.Module):
         self.heads = heads
         self.views = views or functools.partial(pooled, layer=self.layer)
         self.previous: Float[Any, "n d"] | None = None
+        self._first: torch.Tensor | None = None  # images of the first batch before the task
         self.register_buffer("classes", torch.zeros(0, dtype=torch.int64), persistent=False)
         self._sort_classes()
 
@@ -321,7 +326,7 @@ class Calibrated(nn.Module):
             loader: see `collect`; images must come in the same order here and in `after_task`.
         """
         if self.calibrator.num_tasks and self.calibrator.reads_previous:
-            self.previous = collect(self.module, loader, self.views)[0]
+            self.previous = collect(self.module, self._compared(loader), self.views)[0]
 
     def after_task(self, loader: Iterable[Any], classes: Any = None, head: Any = None) -> None:
         """Fits the task that the model has just learned.
@@ -335,7 +340,8 @@ class Calibrated(nn.Module):
         Raises:
             InputError: see `collect`, `head_of` and `Calibrator.fit_task`.
         """
-        adapted, pretrained, labels = collect(self.module, loader, self.views)
+        adapted, pretrained, labels = collect(self.module, self._compared(loader), self.views)
+        self._first = None
         classes = np.unique(labels) if classes is None else np.asarray(classes)
         if head is None and self.calibrator.needs_heads:
             head = self._head(classes)
@@ -343,6 +349,23 @@ class Calibrated(nn.Module):
         self.calibrator.finalize()
         self.previous = None
         self._sort_classes()
+
+    def _compared(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields a loader's batches; warns if the first one is another than before the task."""
+        for number, batch in enumerate(loader):
+            if number == 0:
+                images, _ = _parts(batch, torch.device("cpu"))
+                [images, *_] = images.values() if isinstance(images, Mapping) else [images]
+                if self._first is not None and not torch.equal(self._first, images):
+                    task = self.calibrator.num_tasks
+                    share = _unequal_share(self._first, images)
+                    logging.getLogger(__name__).warning(
+                        f"loader of task {task} (from 0): {share:.0%} of the values of its first "
+                        "batch differ between before_task and after_task; expected the same images "
+                        "in the same order, in evaluation preprocessing"
+                    )
+                self._first = images.clone()
+            yield batch
 
     @property
     def _model(self) -> nn.Module:

@@ -86,7 +86,7 @@ class FDCModel:
     def _walk(self: Any, dataset: Any) -> Iterator[Any]:
         images = dataset.train_loader.dataset
         training = images.transform
-        images.transform = getattr(dataset, "TEST_TRANSFORM", training)
+        images.transform = dataset.test_loaders[-1].dataset.transform  # without random crops
         try:
             # A separate generator leaves the random numbers of training as they are.
             batch, own = dataset.train_loader.batch_size, torch.Generator()

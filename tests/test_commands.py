@@ -308,6 +308,25 @@ def test_missing_device_is_one_line(arguments, tmp_path):
     assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr
 
 
+VARIABLES = {"JAX_DEBUG_NANS": "maybe", "JAX_DEFAULT_MATMUL_PRECISION": "some"}
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize("words", [("posthoc", "example"), ("run", "--config=digits", "--dry_run")])
+def test_a_wrong_value_of_a_variable_of_jax_is_one_line(words, variable, tmp_path):
+    value = {variable: VARIABLES[variable]}
+    done = subprocess.run(
+        [sys.executable, "-m", "fdc_jax", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | value,
+        capture_output=True,
+        text=True,
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"fdc_jax.{words[0]}: ")
+    assert variable.lower() in line.lower() and VARIABLES[variable] in line
+
+
 @pytest.mark.parametrize("name", ["omnibench", "configs/omnibench.py"])
 def test_configurations_are_found_by_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

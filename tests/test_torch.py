@@ -432,6 +432,28 @@ def test_heads_beside_the_model_and_a_head_that_grows_are_heads():
         np.testing.assert_allclose(module(images), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_other_images_after_a_task_than_before_are_named(noise, caplog):
+    class Noisy(torch.utils.data.Dataset):
+        def __init__(self, task):
+            ((self.images, self.labels),) = batches_of(task)
+
+        def __len__(self):
+            return len(self.labels)
+
+        def __getitem__(self, row):
+            return self.images[row] + noise * torch.randn(6), self.labels[row]
+
+    model = torch.nn.Linear(6, 8)
+    calibrated = fdc_torch.Calibrated(model, calibration.make("gaussians"))
+    for task in range(2):
+        loader = torch.utils.data.DataLoader(Noisy(task), 8)
+        calibrated.before_task(loader)
+        calibrated.after_task(loader)
+    named = [text for text in caplog.messages if text.startswith("loader of task 1 (from 0): 100%")]
+    assert len(named) == int(noise > 0)
+
+
 def test_heads_of_several_tasks_that_are_not_named_are_an_error():
     model, labels = HeadPerTask(), torch.arange(20) % 2
     model.learned = 2

@@ -3,6 +3,7 @@
 import copy
 import struct
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,33 @@ def write_digits(folder, digits):
             head = struct.pack(">ii", 2049, len(labels))
             rest = labels.astype(np.uint8).tobytes()
             start.with_name(f"{name}-labels-idx1-ubyte").write_bytes(head + rest)
+
+
+class Images(torch.utils.data.Dataset):
+    """Three images; the transform of training adds noise."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, row):
+        return self.transform(torch.full((2,), float(row))), row
+
+
+def test_statistics_are_of_images_in_the_preprocessing_of_the_test():
+    from fdc_mammoth import FDCModel
+
+    def noisy(image):
+        return image + torch.rand(2)
+
+    training = torch.utils.data.DataLoader(Images(noisy), 2)
+    test = torch.utils.data.DataLoader(Images(lambda image: 2 * image), 2)
+    dataset = SimpleNamespace(train_loader=training, test_loaders=[test])
+    images = torch.cat([images for images, _ in FDCModel._walk(None, dataset)])
+    assert images.tolist() == [[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]
+    assert training.dataset.transform is noisy
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
