@@ -121,7 +121,7 @@ def main():
     gc.callbacks.append(interrupt)
     gc.collect()
     time.sleep(60)
-for module in ("command", "paper", "predict"):
+for module in ("command", "paper.command", "predict"):
     sys.modules[f"fdc_jax.{{module}}"] = types.SimpleNamespace(main=main)
 load(sys.argv[1])()
 """
