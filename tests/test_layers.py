@@ -25,7 +25,7 @@ LIMITS = {
     "learners": 20_320,
     "machine": 7_640,
     "model": 10_990,
-    "package": 13_815,
+    "package": 13_820,
     "paper": 6_000,
     "posthoc": 3_370,
     "report": 22_170,
