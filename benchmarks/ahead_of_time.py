@@ -256,6 +256,7 @@ def main() -> None:
     options = measure.parsed(measure.parser_of(__doc__, PROGRAM, **flags, **encoder))
     meshes = [mesh_of(options.target, count) for count in measure.numbers(options, "devices")]
     names = learners.names(trained=True) if options.learner == "all" else options.learner.split(",")
+    names = [] if names == ["none"] else names  # features and scores alone
     for name in names:
         learners.find(name)
     sizes, records = measure.numbers(options, "batch_sizes"), []
