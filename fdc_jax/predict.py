@@ -58,6 +58,8 @@ def parser() -> Program:
     add("--html", metavar="FILE", help=f"also a page with up to {_ON_PAGE} pictures")
     text = "the calibrator that answers, such as fdc (default: class Gaussians if the run has them)"
     add("--method", metavar="NAME", help=text)
+    text = "percent of typicality below which an image is unlike anything learned (default 5)"
+    add("--unlike", type=float, default=5.0, metavar="PERCENT", help=text)
     text = "the pretrained encoder, if neither export nor cache has it"
     add("--weights", metavar="FILE", help=text)
     add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
@@ -74,7 +76,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.html is not None:
         options.html = str(check_writable_file("--html", options.html, ".html"))
     run = fdc_jax.open_run(options.workdir, weights=options.weights, learner=options.learner)
-    predictions = Predictions(run, options.images, options.top, options.method)
+    predictions = Predictions(run, options.images, options.top, options.method, options.unlike)
     images = counted(len(predictions.images), "image")
     classes = _classes_by_folder(predictions, options.images)
     progress = Progress(options.quiet, unit="batch")
@@ -198,7 +200,8 @@ def _print_summary(
     more = counts["images"] - len(table)
     parts = [f"{more:,} more"] if more else []
     if "confidence" in table:
-        parts.append(f"{counts['unlike']:,} unlike anything learned")
+        share = f"{options.unlike:g} % of new images of learned classes are"
+        parts.append(f"{counts['unlike']:,} unlike anything learned ({share})")
     parts.append(f"raw logits give another class for {counted(counts['changed'], 'image')}")
     parts.append("wrote " + " and ".join(filter(None, (options.output, options.html))))
     print("; ".join(parts))

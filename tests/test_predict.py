@@ -328,6 +328,18 @@ def command(finished_run, files, tmp_path_factory):
     )
 
 
+def test_threshold_of_unlike_images_is_a_percentage_of_typicality(
+    finished_run, files, tmp_path, capsys
+):
+    output = tmp_path / "out.csv"
+    words = [str(finished_run), *map(str, files[:40]), f"--output={output}", "--unlike=60"]
+    assert predict.main(words) == 0
+    table = pd.read_csv(output)
+    np.testing.assert_array_equal(table["unlike_learned"], table["typicality"] < 0.6)
+    text = f"{table['unlike_learned'].sum()} unlike anything learned (60 % of new images"
+    assert 0 < table["unlike_learned"].sum() < 40 and text in capsys.readouterr().out
+
+
 def test_command_names_unreadable_and_skipped_files(command):
     first, *_, last = command.errors.splitlines()
     assert last == "fdc_jax.predict: 1 of 61 images could not be read"
@@ -338,6 +350,7 @@ def test_command_names_unreadable_and_skipped_files(command):
 
 def test_command_prints_a_summary(command, answers):
     strange = f"{answers['unlike_learned'].sum()} unlike anything learned"
+    strange += " (5 % of new images of learned classes are)"
     raw = f"raw logits give another class for {answers['changed'].sum()} images; wrote"
     assert f"50 more; {strange}; {raw}" in command.printed
     assert "answers by class Gaussians, right on" in command.errors
@@ -388,6 +401,8 @@ def test_page_states_its_numbers_and_loads_nothing(command):
             ["WHOLE", "EMPTY", "--output=x.png"],
             "a file that ends in .csv, found",
         ),
+        (["WHOLE", "IMAGE", "--unlike=101"], "unlike: expected percent from 0 to 100, found 101"),
+        (["WHOLE", "IMAGE", "--unlike=nan"], "unlike: expected percent from 0 to 100, found nan"),
         (["WHOLE", "IMAGE", "--top=0"], "top: expected a whole number from 1 on, found 0"),
         (["BEGUN", "IMAGE"], "begun: stopped before the first answer; repeat the command of"),
         (["WHOLE", "IMAGE", "--method=ncm"], "has no calibrator ncm, expected one of fdc, gaussi"),

@@ -66,7 +66,9 @@ def parts_of_score(terms: Terms) -> dict[str, Float[np.ndarray, "n tasks"]]:
 class Predictions:
     """Predictions of a run, batch by batch; arguments and errors are those of `Run.predict`.
 
-    Iterating yields a table per batch, and the images as the encoder sees them unscaled.
+    Iterating yields a table per batch, and the images as the encoder sees them unscaled. Images
+    with a typicality below `unlike` percent are unlike anything learned; so many of new images of
+    the learned classes are, too.
 
     Attributes:
         before_training: True if the run is not finished and its answer before training is used.
@@ -74,8 +76,18 @@ class Predictions:
         unreadable: errors of the images that could not be read so far, by position.
     """
 
-    def __init__(self, run: Run, images: Any, top: int = 5, method: str | None = None):
+    def __init__(
+        self,
+        run: Run,
+        images: Any,
+        top: int = 5,
+        method: str | None = None,
+        unlike: float = 100.0 * familiarity.UNTYPICAL,
+    ):
         top = whole_number(top, "top", 1)
+        if not 0.0 <= unlike <= 100.0:
+            raise InputError(f"unlike: expected percent from 0 to 100, found {unlike:g}")
+        self.unlike = unlike
         named_images = list(_named(images))
         if not named_images:
             raise InputError("expected images, found none")
@@ -161,7 +173,7 @@ class Predictions:
         if METHODS[self.method].gives_confidence:
             probabilities, typicality = self.calibrator.assess(*views)
             columns["typicality"] = typicality
-            columns["unlike_learned"] = typicality < familiarity.UNTYPICAL
+            columns["unlike_learned"] = 100.0 * typicality < self.unlike
         for rank, best in enumerate(ranked, start=1):
             suffix = f"_{rank}" if rank > 1 else ""
             columns[f"class{suffix}"] = self.class_names[labels[best]]
