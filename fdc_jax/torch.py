@@ -374,7 +374,8 @@ class Calibrated(nn.Module):
 
     def _head(self, classes: np.ndarray) -> Any:
         """Returns the rows of the task's classes, or the task's own head of several."""
-        task, layer = self.calibrator.num_tasks, self.heads
+        task = self.calibrator.num_tasks
+        layer: Any = self.heads
         if callable(layer) and not isinstance(layer, nn.Module):
             return layer(task)
         if layer is None or isinstance(layer, str):

@@ -41,8 +41,8 @@ def photographs(tmp_path_factory):
     return folder
 
 
-def fdc(*words, env):
-    return python("-m", "fdc_jax", *words, env=os.environ | env)
+def fdc(*arguments, env):
+    return python("-m", "fdc_jax", *arguments, env=os.environ | env)
 
 
 @pytest.mark.ci
@@ -72,9 +72,9 @@ def test_own_photographs_are_learned(kind, tmp_path, cache, photographs):
     fields = {f"encoder.{name}": value for name, value in encoder.items()}
     fields |= {"data.source": photographs, "train.epochs": 1, "train.batch_size": 6}
     fields |= {"classes_per_task": 1}
-    words = [f"--config.{name}={value}" for name, value in fields.items()]
+    arguments = [f"--config.{name}={value}" for name, value in fields.items()]
     workdir = tmp_path / "run"
-    fdc("run", "--config=own", f"--workdir={workdir}", *words, env=VARIABLES[kind])
+    fdc("run", "--config=own", f"--workdir={workdir}", *arguments, env=VARIABLES[kind])
     assert small_runs.results(workdir)["num_classes"] == 2
     assert (workdir / "report" / "report.html").exists()
 
@@ -83,6 +83,8 @@ def test_own_photographs_are_learned(kind, tmp_path, cache, photographs):
 def test_a_guard_of_transfers_is_one_line(tmp_path, cache):
     env = {"JAX_TRANSFER_GUARD": "disallow"}
     fields = [f"--config.{name}={value}" for name, value in (small_runs.FIELDS | TINY).items()]
-    words = ["--config=digits", f"--workdir={tmp_path / 'run'}", "--quiet", *fields]
-    (line,) = python("-m", "fdc_jax", "run", *words, expected=2, env=os.environ | env).splitlines()
+    arguments = ["--config=digits", f"--workdir={tmp_path / 'run'}", "--quiet", *fields]
+    (line,) = python(
+        "-m", "fdc_jax", "run", *arguments, expected=2, env=os.environ | env
+    ).splitlines()
     assert line.startswith("fdc_jax.run: JAX_TRANSFER_GUARD: ")

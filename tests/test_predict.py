@@ -332,8 +332,8 @@ def test_threshold_of_unlike_images_is_a_percentage_of_typicality(
     finished_run, files, tmp_path, capsys
 ):
     output = tmp_path / "out.csv"
-    words = [str(finished_run), *map(str, files[:40]), f"--output={output}", "--unlike=60"]
-    assert predict.main(words) == 0
+    arguments = [str(finished_run), *map(str, files[:40]), f"--output={output}", "--unlike=60"]
+    assert predict.main(arguments) == 0
     table = pd.read_csv(output)
     np.testing.assert_array_equal(table["unlike_learned"], table["typicality"] < 0.6)
     text = f"{table['unlike_learned'].sum()} unlike anything learned (60 % of new images"
