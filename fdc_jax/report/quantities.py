@@ -159,7 +159,7 @@ def _inference(latency: Latency) -> dict[str, dict[str, float | None]]:
     """Returns milliseconds per batch and MiB of `fdc_jax.latency`, and what FDC adds."""
     if "baseline" not in latency.contenders:
         return {}
-    times = {n: np.mean(timing.milliseconds) for n, timing in latency.contenders.items()}
+    times = {n: float(np.mean(timing.milliseconds)) for n, timing in latency.contenders.items()}
     # NaN if the peak is not known.
     peaks = {n: (timing.peak_bytes or math.nan) / 2**20 for n, timing in latency.contenders.items()}
     base = peaks.pop("baseline")

@@ -92,8 +92,8 @@ def check_matches(path: str | Path, lines: pd.DataFrame, known: set[tuple[str, s
     # Names by titles, which somebody may have copied from a table.
     names = {learners.title(learner): learner for _, learner in known}
     names |= {BENCHMARKS[name].title: name for name, _ in known if name in BENCHMARKS}
-    words = dict.fromkeys(itertools.chain.from_iterable(unknown))
-    hints = [f"; {title} is named {names[title]}" for title in words if title in names]
+    copied = dict.fromkeys(itertools.chain.from_iterable(unknown))
+    hints = [f"; {title} is named {names[title]}" for title in copied if title in names]
     text = escaped(", ".join(map(" ".join, unknown))[:200]) + "".join(hints)
     if len(unknown) == len(listed):
         own = ", ".join(map(" ".join, sorted(known)))[:200]

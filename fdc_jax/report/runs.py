@@ -211,8 +211,8 @@ def load(
 def folders(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Returns the run folders at and below paths, each once; a path without a run stands for it."""
     named = [named_path("run", path) for path in paths]
-    found = itertools.chain.from_iterable(_runs_in(path) or [path] for path in named)
-    return [*{os.path.realpath(folder): folder for folder in found}.values()]
+    listed = itertools.chain.from_iterable(_runs_in(path) or [path] for path in named)
+    return [*{os.path.realpath(folder): folder for folder in listed}.values()]
 
 
 def _runs_in(path: Path) -> list[Path]:
