@@ -179,3 +179,14 @@ def test_league():
         assert routing == league_mean(records, "routing_accuracy", 2)
         assert seconds == league_mean(records, "processor_seconds", 0)
         assert photographs == league_cell(runs[tuple(key)]["caltech101_66"], "accuracy")
+
+
+def test_estimates_of_scoring_and_extraction_are_those_of_the_file():
+    records = saved("ahead_of_time/v5e_scoring")["records"]
+    milliseconds = {record["program"]: record["milliseconds"] for record in records}
+    rows = {
+        row[0]: row[1] for row in table_under("docs/studies/ahead_of_time.md", "| | v5e | v6e |")
+    }
+    assert rows["scoring of 64 images"] == f"{milliseconds['scoring']:.3f} ms"
+    extraction = rows["extraction of 64 images"].split(" ms")[0]
+    assert extraction == f"{milliseconds['extraction']:.1f}"
