@@ -376,11 +376,11 @@ class Calibrated(nn.Module):
         """Returns the rows of the task's classes, or the task's own head of several."""
         task = self.calibrator.num_tasks
         layer: Any = self.heads
-        if callable(layer) and not isinstance(layer, nn.Module):
-            return layer(task)
         if layer is None or isinstance(layer, str):
             name = layer or self.layer
             layer = _named_layer(_base(self._model), name) if name else self._model
+        if not isinstance(layer, nn.Module):
+            return layer(task)
         if not isinstance(layer, nn.ModuleList):
             return head_of(layer, classes)
         if task >= len(layer):
