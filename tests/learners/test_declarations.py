@@ -20,7 +20,7 @@ from fdc_jax import learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.learners import Learner, check_state
-from fdc_jax.learners.learner import increment_in_training
+from fdc_jax.model import increments
 from fdc_jax.run import base, configuration
 from tests.learners import toy
 
@@ -217,19 +217,25 @@ def test_the_page_on_learners_has_their_methods_and_a_loss_that_works(backbone):
         required = [each.name for each in declared if each.default is each.empty]
         assert given.split(", ") == required, name
     (code,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
-    made = {}
+    made = {"__name__": "lwf"}
     exec(code, made)
-    learner = made["ShortFeatures"](toy.make_learner().setup)
-    frozen, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
-    batch = toy.make_batch(seed=1)
-    increment = increment_in_training(frozen, trained)
+    learner = made["LwF"](toy.make_learner().setup, strength=2.0, temperature=4.0)
+    state, batch = learner.initial_state(), toy.make_batch(seed=1)
+    _, first = learner.start_task(backbone, state, 0, jax.random.key(0))
+    state = state._replace(heads=increments.store(state.heads, 0, first["head"]))
+    frozen, trained = learner.start_task(backbone, state, 1, jax.random.key(1))
 
     @jax.jit
-    def values(backbone, frozen, trained, increment):
-        features = learner.features(backbone, batch, frozen["kernels"], increment)
+    def values(backbone, frozen, trained):
+        features = learner.features(backbone, batch, frozen["kernels"])
         plain = Learner.loss(learner, backbone, frozen, trained, batch)
         return features, plain, learner.loss(backbone, frozen, trained, batch)
 
-    features, plain, loss = values(backbone, frozen, trained, increment)
-    penalty = 1e-4 * np.mean(np.sum(np.square(features, dtype=np.float64), axis=1))
-    assert loss - plain == pytest.approx(penalty, rel=1e-3)
+    features, plain, loss = values(backbone, frozen, trained)
+    # A new increment changes no feature, so that the cost is the entropy of the earlier answers.
+    logits = np.asarray(features, float) @ np.asarray(first["head"].weight, float).T
+    logits = logits[:, : learner.setup.classes_per_task[0]] / 4.0
+    logs = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
+    entropies = -np.sum(np.exp(logs) * logs, axis=1)
+    expected = 2.0 * np.average(entropies, weights=np.asarray(batch.weights))
+    assert loss - plain == pytest.approx(expected, rel=1e-4)
