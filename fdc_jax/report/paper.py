@@ -5,6 +5,10 @@ of `quantities`: percent, points, and sample standard deviations over three trai
 benchmark `average` is the mean over all five, `source` the label of a table or section.
 """
 
+# The stubs of pandas take columns for arrays, scalars or series.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import functools
 import json
 from pathlib import Path

@@ -7,6 +7,10 @@ quantities of calibrators come first, as in `gain:fdc` or `aia:raw`; quantities 
 alone, as `training_minutes`. Sweeps have their value, as `attenuation=0.25`.
 """
 
+# The stubs of pandas take columns for arrays, scalars or series.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,6 +4,10 @@ A file has a header and the columns of `Line` in any order (docs/report.md). Val
 paired with our runs of the same seeds.
 """
 
+# The stubs of pandas take columns for arrays, scalars or series.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import csv
 import io
 import itertools

@@ -4,6 +4,10 @@ A number of a run is a row `benchmark, learner, settings, seed, calibrator, quan
 settings are the title of its group (`runs.Group`). Published numbers have no settings.
 """
 
+# The stubs of pandas take columns for arrays, scalars or series.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import numpy as np
 import pandas as pd
 import scipy.special

@@ -1,5 +1,9 @@
 """Groups of finished runs that differ in the seed alone, and their settings."""
 
+# The stubs of pandas take columns for arrays, scalars or series.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import dataclasses
 import fnmatch
 import functools

@@ -1,5 +1,9 @@
 """Tables of the report: ours beside the paper's, calibrators, tasks, and the selection rule."""
 
+# The stubs of pandas take columns for arrays, scalars or series.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import itertools
 import math
 import re
