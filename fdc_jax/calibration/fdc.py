@@ -57,13 +57,14 @@ def subspaces(
     given: inputs.TaskInput,
     shares: Sequence[float],
     earlier: Sequence[Task],
-) -> list[tuple[View, ...]]:
+) -> list[Sequence[View]]:
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
     rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # of the head, from 1; padding has 0
     centres = means_and_prototypes(rows, blocks, given)
     expected = [len(views[-1].basis) for views in by_view(earlier)]
     views = []
-    for block, (mean, prototypes), count in zip_longest(blocks, centres, expected, fillvalue=0):
+    triples: Any = zip_longest(blocks, centres, expected, fillvalue=0)
+    for block, (mean, prototypes), count in triples:
         bases = compiled.principal(block, rows, mean, shares, count)
         views.append([View(mean, basis, prototypes) for basis in bases])
     return [*zip(*views, strict=True)]
@@ -387,7 +388,7 @@ class FDC(Calibrator):
         self.foreign = None if release else self.foreign
 
     def batch(
-        self, adapted: Any, pretrained: Any = None, wait: bool = True
+        self, adapted: Any, pretrained: Any = None, *, wait: bool = True
     ) -> tuple[list[Blocks], list[Any]]:
         """Returns blocks of a batch by view, and packed tasks and log ratios of these views.
 

@@ -1,7 +1,7 @@
 """Settings and components of FDC."""
 
 from functools import cache
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import msgspec
@@ -54,7 +54,8 @@ class Switches(NamedTuple):
 @cache
 def on_device(settings: Settings, on: Switches) -> tuple[Settings, Switches]:
     """Returns settings and components as compiled functions read them, as numbers."""
-    return jax.device_put((settings, Switches(*map(float, on))))
+    numbers: Any = map(float, on)
+    return jax.device_put((settings, Switches(*numbers)))
 
 
 # Rows of Table current-ablation, then of Table plugin with one view: fields of `Switches`.

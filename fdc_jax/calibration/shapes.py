@@ -1,4 +1,4 @@
-"""Sizes of which few occur, so that few programs are compiled, and loops over tasks."""
+"""Padding to few sizes, so that few programs are compiled, and loops over tasks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

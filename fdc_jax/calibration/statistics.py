@@ -24,7 +24,7 @@ class View(NamedTuple):
 class Task(NamedTuple):
     """Statistics of a task: its views, adapted first, and sigma_t without and with TSF."""
 
-    views: list[View]
+    views: Sequence[View]
     raw_scale: float = 1.0
     filtered_scale: float = 1.0
 

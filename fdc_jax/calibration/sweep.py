@@ -144,7 +144,7 @@ _measure = jax.jit(jax.vmap(fdc.measure, (None, _OF_TASKS), _OF_MEASURED))
 
 @jax.jit
 def measure_by_eta(tasks: Sequence[PackedTasks], *views: Float[Array, "n _"]) -> list[Measured]:
-    """Returns `fdc.measure` by view, with an axis of eta in what depends on it."""
+    """Returns `fdc.measure` by view; fields that depend on eta have an axis of it."""
     return [*map(_measure, views, tasks)]
 
 
