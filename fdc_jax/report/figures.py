@@ -240,7 +240,7 @@ def prototype_geometry(group: Group) -> Figure | None:
 # Figures tsf-hyperparameters and app-pac-k of the paper.
 def sweeps(group: Group) -> Figure | None:
     """Draws the accuracy of FDC by values of its settings."""
-    swept = group.numbers[group.numbers["quantity"].str.contains("=")]
+    swept: Any = group.numbers[group.numbers["quantity"].str.contains("=")]
     if swept.empty:
         return None
     names = swept["quantity"].str.partition("=")

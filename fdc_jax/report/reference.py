@@ -13,7 +13,7 @@ import io
 import itertools
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import pandas as pd
@@ -86,7 +86,7 @@ def check_matches(path: str | Path, lines: pd.DataFrame, known: set[tuple[str, s
         InputError: no line is about one of the runs, or accuracies are fractions.
     """
     ranges = [quantities.find(name) for name in lines["quantity"]]
-    values = lines["value"][[(of.low, of.high) == (0, 100) for of in ranges]]
+    values: Any = lines["value"][[(of.low, of.high) == (0, 100) for of in ranges]]
     if 0 < values.max() <= 1:
         raise InputError(f"{path}: expected percent, found fractions such as {values.max():g}")
     listed = dict.fromkeys(zip(lines["benchmark"], lines["learner"], strict=True))

@@ -365,7 +365,8 @@ def summary(group: Group) -> dict[str, Any]:
     summary |= {"seeds": group.seeds, "settings": group.title}
     summary["numbers"] = numbers = {}
     known = group.rows.drop(columns=["benchmark", "learner", "settings", "paper_n"])
-    for (calibrator, quantity), row in known.astype(object).iterrows():
+    listed: Any = known.astype(object).iterrows()
+    for (calibrator, quantity), row in listed:
         of = row.where(row.notna(), None).to_dict()
         by_seed = group.values(calibrator, quantity)
         of["by_seed"] = {str(seed): value for seed, value in by_seed.items()}

@@ -451,7 +451,8 @@ def of_selection(groups: Sequence[Group]) -> Table:
         positive=lambda values: (values > 0).sum(), n="size", mean="mean"
     )
     numbers = []
-    for (learner, title, choice), count in counts.iterrows():
+    listed: Any = counts.iterrows()
+    for (learner, title, choice), count in listed:
         text = f"{count['positive']:g} of {count['n']:g}, {number(count['mean'], signed=True)}"
         cells.setdefault((learner, title), {})[f"gains, {choice}"] = text
         for name, value in (("pairs with a gain", count["positive"]), ("gain", count["mean"])):
