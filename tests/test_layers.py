@@ -28,7 +28,7 @@ LIMITS = {
     "package": 13_850,
     "paper": 6_000,
     "posthoc": 3_370,
-    "report": 22_180,
+    "report": 22_190,
     "run": 21_510,
 }
 

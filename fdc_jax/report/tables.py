@@ -426,7 +426,8 @@ def of_selection(groups: Sequence[Group]) -> Table:
     names, scope = _settings(groups)
     cells: dict[tuple[str, str], Cells] = {}
     pairs = []
-    for (learner, title), by_seed in gains(groups).groupby(["learner", "settings"], sort=False):
+    grouped: Any = gains(groups).groupby(["learner", "settings"], sort=False)
+    for (learner, title), by_seed in grouped:
         own = by_seed.groupby("benchmark", sort=False).mean()
         least = own.min()
         chosen = selected(least)
