@@ -16,8 +16,14 @@ def messages(caplog):
     assert not [record.getMessage() for record in caplog.records if "probably" in record.msg]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", learners.names())
+IN_CI = {"cumulative_lora", "rsiat", "slca"}  # heads alone, moved means, a slow encoder
+LEARNERS = [
+    pytest.param(name, marks=pytest.mark.ci if name in IN_CI else pytest.mark.slow)
+    for name in learners.names()
+]
+
+
+@pytest.mark.parametrize("name", LEARNERS)
 def test_features_of_a_learner_give_no_warning(name, cache, tmp_path):
     fields = {"learner.name": name, "classes_per_task": 2, "data.train_per_class": 40}
     results = small_runs.run(small_runs.config(cache, **fields), tmp_path / "run")
