@@ -309,10 +309,11 @@ def beside(
     for learner in dict.fromkeys(group.learner for group in groups):
         listed = lines(table, [group for group in groups if group.learner == learner])
         wanted += [(learner, label, *quantities.parse(name)) for label, name in listed.items()]
-    if table in _MEASURED:
-        scope = " ".join(filter(None, (scope, _devices(groups, table))))
     columns = ["learner", "label", "calibrator", "quantity"]
     numbers = pd.DataFrame(wanted, columns=columns).merge(ours, on=["learner", *columns[2:]])
+    if table in _MEASURED:
+        devices = _devices(groups, table, compared=numbers["paper_mean"].notna().any())
+        scope = " ".join(filter(None, (scope, devices)))
     cells = _labelled(numbers, names)
     texts = pd.DataFrame([_texts(row) for row in cells.itertuples()], columns=_KINDS)
     kinds = {
@@ -343,12 +344,14 @@ def beside(
 _MEASURED = ("cost", "latency")  # tables whose numbers are of a device
 
 
-def _devices(groups: Sequence[Group], table: str) -> str:
-    """Returns the sentence about the devices of both sides."""
+def _devices(groups: Sequence[Group], table: str, compared: bool) -> str:
+    """Returns the sentence about the devices of the runs, and of the paper if it has numbers."""
     devices: list[str] = []
     for run in itertools.chain.from_iterable(group.runs for group in groups):
         devices.append(run.results.device if table == "cost" else run.read_latency().device)
     ours = ", ".join(filter(None, dict.fromkeys(devices))) or "not recorded"
+    if not compared:
+        return f"Device: {ours}."
     return f"Devices: ours {ours}; the paper's {paper.NUMBERS['cost_device']}."
 
 
