@@ -30,25 +30,30 @@ def name_of(benchmark: str, source: str) -> str:
 def fields_of(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
     """Returns configuration fields that select a folder or archive of images, or a TFDS folder."""
     folder = named_path("images", path)
-    if (folder / name).is_dir():
-        from fdc_jax.data import tfds_format  # The import takes seconds.
-
-        if tfds_format.find(name, folder):
-            return {"data.dir": str(folder), "data.source": ""}
+    if _prepared_version(name, folder):
+        return {"data.dir": str(folder), "data.source": ""}
     return {"data.source": str(folder)}
 
 
-def is_to_download(name: str, cache: Path, source: str = "", data_dir: str = "") -> bool:
+def is_to_download(name: str, cache: Path, source: str, data_dir: str) -> bool:
     """Returns True if `open_splits` with these arguments would download images."""
-    if name != "cifar100" or source or (cache / "data" / cifar100.ARCHIVE_NAME).exists():
-        return False
-    return not (_prepared(data_dir) / name).is_dir()
+    present = source or (cache / "data" / cifar100.ARCHIVE_NAME).exists()
+    return name == "cifar100" and not (present or _prepared_version(name, _prepared(data_dir)))
 
 
 def _prepared(data_dir: str) -> Path:
     """Returns the folder of data that TFDS prepared."""
-    default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
+    default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     return named_path("config.data.dir", data_dir or default)
+
+
+def _prepared_version(name: str, folder: Path) -> Path | None:
+    """Returns the folder of the newest version of data that TFDS prepared, or None."""
+    if not (folder / name).is_dir():
+        return None
+    from fdc_jax.data import tfds_format  # The import takes seconds.
+
+    return tfds_format.find(name, folder)
 
 
 def open_splits(
@@ -110,12 +115,11 @@ def open_splits(
                     archive.remove(root)
                 raise InputError(str(error).replace(str(root), str(path))) from error
     prepared = _prepared(data_dir)
-    if (prepared / name).is_dir():
-        from fdc_jax.data import tfds_format  # The import takes seconds.
+    if version := _prepared_version(name, prepared):
+        from fdc_jax.data import tfds_format
 
-        if version := tfds_format.find(name, prepared):
-            partition = benchmark.partition if benchmark else "tfds"
-            return tfds_format.open_prepared(version, name, cache, partition, upright, grey_bits)
+        partition = benchmark.partition if benchmark else "tfds"
+        return tfds_format.open_prepared(version, name, cache, partition, upright, grey_bits)
     if name in benchmarks.ARCHIVES:  # TFDS has other divisions of these, or none.
         file, page = benchmarks.ARCHIVES[name]
         raise InputError(
