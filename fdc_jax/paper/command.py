@@ -63,13 +63,15 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
     for path in options.reference:  # Errors come before any work.
         reference.read(path)
     runs, missing = plan.make(options, dict(word.split("=", 1) for word in fields))
-    ready = plan.open_inputs(runs, missing, options.fetch, lambda text: say(text, options.quiet))
+    unfinished = [run for run in runs if not run.results]
+    needed = runs if options.fetch or options.dry_run else unfinished
+    ready = plan.open_inputs(needed, missing, options.fetch, lambda text: say(text, options.quiet))
     if options.fetch:
         for shared, text in ready.items():
             say(f"{plan.title(shared)}: {text}", options.quiet)
         return _say_missing(missing)
     machines: Machines = {}
-    if options.dry_run or any(not run.results for run in runs):
+    if options.dry_run or unfinished:
         with _stop_on_signals() as stop:
             machines = measurements.measure(runs, options.measure, stop)
     shares = workers.share_devices(options.workers, machines)
@@ -80,7 +82,7 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
     failed = _perform(runs, missing, machines, shares, options)
     code = _say_missing(missing)
     for run in runs:
-        if run.conflict and not _lacks(run, missing):
+        if run.conflict and not run.lacks(missing):
             failed[run.folder] = Outcome(2, f"the folder holds another run: {run.conflict}")
         if run.folder in failed:
             outcome = failed[run.folder]
@@ -97,10 +99,6 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
 def _stop_on_signals() -> AbstractContextManager[StopRequest]:
     text = "stopping the runs, which save a checkpoint"
     return errors.stop_on_signals("fdc_jax.paper", text)
-
-
-def _lacks(run: Run, missing: dict[Input, str]) -> bool:
-    return not missing.keys().isdisjoint(run.inputs)
 
 
 def _say_missing(missing: dict[Input, str]) -> int:
@@ -120,20 +118,16 @@ def _perform(
 
     `missing` gets images and weights that turn out to be unusable; their other runs are stopped.
     """
-
-    def skip(run: Run) -> bool:
-        return _lacks(run, missing)
-
     failed: dict[Path, Outcome] = {}
-    usable = [run for run in runs if not skip(run) and not run.conflict]
+    usable = [run for run in runs if not run.lacks(missing) and not run.conflict]
     if all(run.results for run in usable):
         return failed
     with _stop_on_signals() as stop:
         if options.ray is None:
-            ended = workers.work(usable, shares, skip, stop, options.quiet)
+            ended = workers.work(usable, shares, missing, stop, options.quiet)
         else:
             ended = workers.work_with_ray(
-                usable, options.ray, options.ray_gpus, skip, stop, options.quiet
+                usable, options.ray, options.ray_gpus, missing, stop, options.quiet
             )
         for run, outcome in ended:
             shared = plan.cause(run, outcome.line) if outcome.code == 2 else None
@@ -141,7 +135,7 @@ def _perform(
                 missing.setdefault(shared, outcome.line)
             elif outcome.code:
                 failed[run.folder] = outcome
-            left = [run for run in usable if run.folder not in failed and not skip(run)]
+            left = [run for run in usable if run.folder not in failed and not run.lacks(missing)]
             say(_ending(run, outcome, left, machines), options.quiet)
     return failed
 
@@ -165,7 +159,7 @@ def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines)
 
 def _write_report(runs: Sequence[Run], missing: dict[Input, str], options: Namespace) -> None:
     """Measures latencies, writes the report if it is not current, and prints its first tables."""
-    usable = [run for run in runs if not _lacks(run, missing) and not run.conflict]
+    usable = [run for run in runs if not run.lacks(missing) and not run.conflict]
     if not any(run.results for run in usable):
         return
     page = Path(options.workdir, "report", "report.html")

@@ -4,6 +4,7 @@ A run is a process of `fdc run` in WORKDIR/BENCHMARK/LEARNER/seed_N. Its lock in
 several `fdc paper` share the work.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -38,6 +39,7 @@ _OPENED_AT_ONCE = 4
 _PAPER = f"{paper.NUMBERS['cost_device']} (the paper's, scaled)"
 
 Input: TypeAlias = tuple[str, str]  # "data" or "weights", and a name
+ByInput: TypeAlias = Mapping[Input, str]  # lines about images and weights
 Machines: TypeAlias = Mapping[tuple[Any, ...], estimate.Machine]  # by `estimate.kind`
 
 
@@ -48,7 +50,7 @@ class Run(NamedTuple):
     learner: str
     seed: int
     folder: Path
-    words: tuple[str, ...]  # arguments of `fdc run`
+    arguments: tuple[str, ...]  # of `fdc run`
     config: Config  # shared by all seeds
 
     @property
@@ -68,7 +70,7 @@ class Run(NamedTuple):
     @property
     def command(self) -> str:
         """The command that repeats the run."""
-        return shlex.join(["python", "-m", "fdc_jax", "run", *self.words])
+        return shlex.join(["python", "-m", "fdc_jax", "run", *self.arguments])
 
     @property
     def inputs(self) -> tuple[Input, Input]:
@@ -77,6 +79,10 @@ class Run(NamedTuple):
         named = encoder.weights in weights.NAMED
         file = f"{encoder.weights} {encoder.variant}" if named else encoder.weights
         return ("data", self.benchmark), ("weights", file)
+
+    def lacks(self, missing: ByInput) -> bool:
+        """Returns True if its images or its weights are missing."""
+        return not missing.keys().isdisjoint(self.inputs)
 
     @property
     def results(self) -> Results | None:
@@ -147,8 +153,9 @@ def make(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict
         folder = Path(options.workdir) / benchmark / learner / f"seed_{seed}"
         run_flags = {"--config": f"{benchmark}:{learner}"} | data[benchmark] | flags
         run_flags |= {"--config.seed": seed, "--workdir": str(folder)}
-        words = tuple(map("=".join, run_flags.items()))
-        runs.append(Run(benchmark, learner, int(seed), folder, words, configs[benchmark, learner]))
+        arguments = tuple(map("=".join, run_flags.items()))
+        config = configs[benchmark, learner]
+        runs.append(Run(benchmark, learner, int(seed), folder, arguments, config))
     return runs, missing
 
 
@@ -204,7 +211,8 @@ def open_inputs(
     """
     configs: dict[Input, Config] = {}
     for run in runs:
-        configs |= dict.fromkeys(run.inputs, run.config) | configs
+        for shared in run.inputs:
+            configs.setdefault(shared, run.config)
     ready: dict[Input, str] = {}
     with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
         pending = {
@@ -244,14 +252,16 @@ def open_input(shared: Input, config: Config, fetch: bool = False) -> str:
 
 def cause(run: Run, line: str) -> Input | None:
     """Returns the images or weights that a line of a failed run is about, or None."""
-    data = run.config.data
-    places = ["config.data.", str(setups.cache_folder(run.config) / "data"), cifar100.URL]
-    places += filter(None, (data.source, data.dir))
+    config, cache = run.config, setups.cache_folder(run.config) / "data"
     images, encoder = run.inputs
-    if any(place in line for place in places):
-        return images
-    places = ["config.encoder.weights", run.config.encoder.weights]
-    return encoder if any(place in line for place in places) else None
+    names = {
+        images: ["config.data.", str(cache), cifar100.URL, config.data.source, config.data.dir],
+        encoder: ["config.encoder.weights", config.encoder.weights],
+    }
+    for shared, parts in names.items():
+        if any(part in line for part in filter(None, parts)):
+            return shared
+    return None
 
 
 # Hours and GiB ------------------------------------------------------------------------------------
@@ -289,7 +299,7 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
         size = estimate.size(run.config)
         passes = estimate.passes(configuration.flatten(run.config), size)
         known = speeds.get((*kind, run.learner), speeds.get(kind))
-        seconds, source = known or (_seconds_of_paper(run), _PAPER)
+        seconds, source = known or (_seconds_of_paper(run.benchmark) * _cost(run.config), _PAPER)
         if math.isnan(seconds):
             source = ""
         left = 1 - len(RunFolder(run.folder).recorded_tasks()) / size.tasks
@@ -301,31 +311,34 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
     return result
 
 
-def _seconds_of_paper(run: Run) -> float:
-    """Returns the paper's seconds of a pass, scaled to the encoder and its images; NaN if unknown.
+def _cost(config: Config) -> float:
+    """Returns the cost of an image in units of the paper's encoder, ViT-B/16 at 224 pixels."""
+    encoder = config.encoder
+    _, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)
+    of_paper = estimate.cost(vit.VARIANTS["B/16"], 224)
+    return estimate.cost(variant, encoder.image_size) / of_paper
 
-    Appendix, table of costs: Cumulative-LoRA with ViT-B/16 at 224 pixels.
-    """
+
+@functools.cache
+def _seconds_of_paper(benchmark: str) -> float:
+    """Returns the paper's seconds of a pass (table of costs, Cumulative-LoRA); NaN if unknown."""
     lines = paper.published()
-    of_benchmark = (lines["benchmark"] == run.benchmark) & (lines["learner"] == "cumulative_lora")
+    of_benchmark = (lines["benchmark"] == benchmark) & (lines["learner"] == "cumulative_lora")
     costs = lines[of_benchmark & lines["quantity"].isin(["training_minutes", "fdc_minutes"])]
     minutes = math.fsum(costs["value"]) if len(costs) == 2 else math.nan
-    config = configured([f"--config={run.benchmark}:cumulative_lora"])
-    passes = estimate.passes(configuration.flatten(config), estimate.size(config))
-    variant, size = setups.recognise(run.config)[1], run.config.encoder.image_size
-    cost = estimate.cost(variant, size) / estimate.cost(vit.VARIANTS["B/16"], 224)
-    return 60 * minutes / passes * cost
+    config = configured([f"--config={benchmark}:cumulative_lora"])
+    return 60 * minutes / estimate.passes(configuration.flatten(config), estimate.size(config))
 
 
 def describe(
     runs: Sequence[Run],
-    ready: Mapping[Input, str],
-    missing: Mapping[Input, str],
+    ready: ByInput,
+    missing: ByInput,
     machines: Machines,
 ) -> str:
     """Returns the plan as text: a table with a row per run, images and weights, and totals."""
     needed = needs(runs, machines)
-    states = [run.state if missing.keys().isdisjoint(run.inputs) else "no data" for run in runs]
+    states = ["no data" if run.lacks(missing) else run.state for run in runs]
     rows = [
         (number, *run.titles, state, _amount(need.hours), _amount(need.gib), need.source)
         for number, (run, state, need) in enumerate(zip(runs, states, needed, strict=True), 1)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from fdc_jax import errors
 from fdc_jax.errors import InputError, StopRequest, counted
 from fdc_jax.machine.files import InUse, locked
-from fdc_jax.paper.plan import LOCK, Machines, Run
+from fdc_jax.paper.plan import LOCK, ByInput, Machines, Run
 
 # The program of a run. When its standard input closes (its parent died), the run saves and ends. It
 # waits 3 s first: a scheduler may signal both, and a second signal ends a run without saving.
@@ -46,7 +46,6 @@ class Outcome(NamedTuple):
 
 
 Ended: TypeAlias = Iterator[tuple[Run, Outcome]]
-Skip: TypeAlias = Callable[[Run], bool]
 
 
 class Worker(NamedTuple):
@@ -80,8 +79,6 @@ def share_devices(text: str, machines: Machines) -> list[Worker]:
         if not text.isdecimal() or not 1 <= int(text) <= most:
             raise InputError(f"--workers: expected auto or 1 to {most}, found {text!r}")
         count = int(text)
-    if count == 1 and most > 1 and platform == "cpu":
-        return [ALONE]
     workers = []
     for number in range(count):
         label = f"worker {number + 1}: " if count > 1 else ""
@@ -120,7 +117,7 @@ def attempt(
                 log.flush()
                 start = shown = log.tell()
                 child = subprocess.Popen(
-                    [sys.executable, "-P", "-c", pinned + _PROGRAM, "run", *run.words],
+                    [sys.executable, "-P", "-c", pinned + _PROGRAM, "run", *run.arguments],
                     env=os.environ | worker.environment,
                     start_new_session=True,
                     stdin=subprocess.PIPE,
@@ -173,11 +170,12 @@ def show_tasks(run: Run, start: int, quiet: bool, label: str = "") -> int:
 
 
 def work(
-    runs: Sequence[Run], workers: Sequence[Worker], skip: Skip, stop: StopRequest, quiet: bool
+    runs: Sequence[Run], workers: Sequence[Worker], missing: ByInput, stop: StopRequest, quiet: bool
 ) -> Ended:
     """Performs the runs that no other process works on, as many at a time as there are workers.
 
-    A run whose process is killed is resumed, two times at most.
+    A run whose process is killed is resumed, two times at most. `missing` may grow meanwhile; runs
+    that lack something are passed over.
     """
     tried: set[Path] = set()
 
@@ -186,7 +184,9 @@ def work(
         while free := [
             run
             for run in runs
-            if run.folder not in tried and not skip(run) and run.state in ("begun", "to do")
+            if run.folder not in tried
+            and not run.lacks(missing)
+            and run.state in ("begun", "to do")
         ]:
             for run in free:
                 stop.poll()
@@ -213,7 +213,7 @@ def work(
 
 
 def work_with_ray(
-    runs: Sequence[Run], address: str, gpus: float, skip: Skip, stop: StopRequest, quiet: bool
+    runs: Sequence[Run], address: str, gpus: float, missing: ByInput, stop: StopRequest, quiet: bool
 ) -> Ended:
     """Hands all unfinished runs to Ray; yields every run with its outcome when it ends.
 
@@ -246,7 +246,7 @@ def work_with_ray(
                 except ray.exceptions.RayError as error:
                     outcome = Outcome(1, errors.line(error))
                 yield run, outcome
-            for task in [task for task, run in pending.items() if skip(run)]:
+            for task in [task for task, run in pending.items() if run.lacks(missing)]:
                 ray.cancel(task)
                 del pending[task]
     finally:
