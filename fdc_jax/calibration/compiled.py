@@ -160,7 +160,7 @@ def retained_ranks(
 
 
 def _principal_in_float64(view: Blocks, shares: Sequence[float]) -> list[Float[np.ndarray, "r d"]]:
-    """Returns `principal` of few samples, or of all variance, of which float32 rounds some away.
+    """Returns `principal`, in float64: float32 rounds away the least variances.
 
     With n < d the inner products X X' are smaller than the scatter X' X: if X X' v = s v, then
     X' v is a direction of X' X.
