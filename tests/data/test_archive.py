@@ -45,7 +45,7 @@ def pack_zip(path, files, **options):
 
 
 def pack_tar(path, files):
-    with tarfile.open(path, "w:gz") as packed:
+    with tarfile.open(path, "w:gz", compresslevel=0) as packed:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
