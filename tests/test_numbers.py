@@ -58,49 +58,91 @@ def spread(values, sign=""):
     return f"{statistics.mean(values):{sign}.2f} ± {statistics.stdev(values):.2f}"
 
 
+def shown(number):
+    """Returns a mean and a standard deviation of a file as pages show them."""
+    return f"{number['mean']:.2f} ± {number['std']:.2f}"
+
+
 @pytest.fixture(scope="module")
-def gaussians():
-    """Values of the three seeds by learner and quantity."""
+def reduced():
+    """Mean and deviation of SLCA and Cumulative-LoRA on reduced CIFAR-100, by quantity."""
     runs = saved("gaussians_definition")["further"]["runs"]
-    kinds = ("raw", "fdc", "present", "stays", "one_pass", "task_given")
-    return {
-        learner: {kind: [run[kind] for run in runs if run["learner"] == learner] for kind in kinds}
-        for learner in ("cumulative_lora", "slca")
-    }
+    numbers = {}
+    for learner in ("cumulative_lora", "slca"):
+        numbers[learner] = of = {}
+        for kind in ("raw", "fdc", "present", "stays", "one_pass", "task_given"):
+            of[kind] = spread([run[kind] for run in runs if run["learner"] == learner])
+    accuracy = saved("cifar100_reduced")["accuracy"]
+    for kind, name in (("raw", "raw"), ("fdc", "fdc"), ("task_given", "oracle")):
+        numbers["cumulative_lora"][kind] = shown(accuracy[name])
+    return numbers
 
 
-def test_the_first_screens_quote_the_same_record(gaussians):
+def test_the_first_screens_quote_the_same_record(reduced):
     table = rows("README.md", "| CIFAR-100 in 20 tasks")
     for name, learner in (("Cumulative-LoRA", "cumulative_lora"), ("SLCA", "slca")):
-        means = [statistics.mean(gaussians[learner][kind]) for kind in ("raw", "fdc", "present")]
+        texts = [reduced[learner][kind] for kind in ("raw", "fdc", "present")]
+        means = [float(text.partition(" ")[0]) for text in texts]
         assert [float(cell) for cell in table[name]] == pytest.approx(means, abs=0.0501)
     ((first, cells),) = rows("docs/index.md", "| heads alone").items()
     assert [first, *cells] == [f"{cell} %".strip(" %") for cell in table["Cumulative-LoRA"]]
 
 
-def test_class_gaussians_beyond_the_paper(gaussians):
+def test_class_gaussians_beyond_the_paper(reduced):
     table = rows("docs/beyond.md", "| | FDC | class Gaussians | adapted view alone |")
     for name, learner in (("Cumulative-LoRA", "cumulative_lora"), ("SLCA", "slca")):
         kinds = ("fdc", "present", "one_pass")
-        assert table[name] == [f"{statistics.mean(gaussians[learner][kind]):.2f}" for kind in kinds]
+        assert table[name] == [reduced[learner][kind].partition(" ")[0] for kind in kinds]
     table = rows("docs/results.md", "| | Raw | FDC | class Gaussians, stored | followed |")
     for name, learner in (("Cumulative-LoRA, 20", "cumulative_lora"), ("SLCA (", "slca")):
         (cells,) = (cells for row, cells in table.items() if row.startswith(name))
         kinds = ("raw", "fdc", "stays", "present", "task_given")
-        assert [cell.replace("*", "") for cell in cells] == [
-            spread(gaussians[learner][kind]) for kind in kinds
-        ]
+        assert [cell.replace("*", "") for cell in cells] == [reduced[learner][k] for k in kinds]
+
+
+# Headings of columns, by quantity, of tables with a row per learner.
+QUANTITIES = {
+    "raw": ("Raw", "heads alone"),
+    "fdc": ("FDC", "FDC, everything on"),
+    "present": ("class Gaussians", "followed", "present"),
+    "one_pass": ("adapted view alone", "one pass"),
+    "task_given": ("task given",),
+}
+
+
+def test_a_quantity_of_an_experiment_has_one_value_on_all_pages():
+    """The label of a row is the experiment; labels of other experiments say what differs."""
+    values = {}
+    for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")):
+        headings = []
+        for line in page.read_text().splitlines():
+            cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+            if not line.startswith("|") or page.stem == "league":  # other learning rates
+                headings = []
+            elif not headings:
+                headings = cells
+            label = re.sub(r"[\[\]]|\(.*?\)|, 20 tasks, three seeds", "", cells[0]).strip()
+            if label not in ("SLCA", "Cumulative-LoRA", *LEARNERS):
+                continue
+            for quantity, names in QUANTITIES.items():
+                for heading, cell in zip(headings, cells, strict=False):
+                    number = re.match(r"\d+\.\d+", cell)
+                    if heading in names and number:
+                        values.setdefault((label, quantity), set()).add(number[0])
+    assert len(values) >= 25
+    for experiment, texts in values.items():
+        exact = max(texts, key=len)
+        for text in texts:
+            digits = len(text.partition(".")[2])
+            assert abs(float(text) - float(exact)) <= 0.501 * 10**-digits, (experiment, texts)
 
 
 def test_numbers_of_digits():
     table, record = rows("docs/results.md", "| | Raw | FDC | task given |"), saved("digits")
     for name in ("final accuracy", "average incremental accuracy"):
         key = name.removeprefix("final ").replace(" ", "_")
-        shown = [
-            f"{statistic['mean']:.2f} ± {statistic['std']:.2f}"
-            for statistic in record[key].values()
-        ]
-        assert [cell for cell in table[name] if cell] == shown
+        expected = [shown(statistic) for statistic in record[key].values()]
+        assert [cell for cell in table[name] if cell] == expected
 
 
 def test_components_of_reduced_cifar100():
@@ -114,18 +156,18 @@ def test_components_of_reduced_cifar100():
             number = record["accuracy"]["oracle"]
         else:
             number = record["components"][keys.get(name, name)]
-        assert cells[0] == f"{number['mean']:.2f} ± {number['std']:.2f}", name
+        assert cells[0] == shown(number), name
 
 
 @pytest.mark.parametrize("name", LEARNERS)
 def test_learners_of_reduced_cifar100(name):
     cells = rows("docs/results.md", "| | Raw | FDC, the paper's components |")[name]
     runs = saved("cifar100_reduced_learners")["learners"][LEARNERS[name]].values()
-    shown = [spread([run["accuracy"]["raw"] for run in runs])]
-    shown.append(spread([run["selected"]["accuracy"] for run in runs]))
-    shown.append(spread([run["accuracy"]["fdc"] for run in runs]))
-    shown.append(spread([run["accuracy"]["oracle"] for run in runs]))
-    assert cells == shown
+    expected = [spread([run["accuracy"]["raw"] for run in runs])]
+    expected.append(spread([run["selected"]["accuracy"] for run in runs]))
+    expected.append(spread([run["accuracy"]["fdc"] for run in runs]))
+    expected.append(spread([run["accuracy"]["oracle"] for run in runs]))
+    assert cells == expected
 
 
 def test_pytorch_and_the_digits_command_agree():
