@@ -28,7 +28,7 @@ LIMITS = {
     "package": 13_850,
     "paper": 5_990,
     "posthoc": 3_370,
-    "report": 22_220,
+    "report": 22_260,
     "run": 21_510,
 }
 

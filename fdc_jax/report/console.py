@@ -1,14 +1,23 @@
 """The table on the screen at the end of a run, and sentences below it."""
 
+import textwrap
+
 import numpy as np
 import pandas as pd
 from tabulate import tabulate
 
-from fdc_jax.calibration import METHODS
+from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.errors import counted
 from fdc_jax.learners import title
 from fdc_jax.report import formatting, runs, tables
 from fdc_jax.report.runs import Group
+
+FDC_IN_WORDS = (
+    "Routing is the choice of the task, by the head with the largest corrected logit. FDC corrects "
+    "logits by three components: TSF keeps the part of a feature within the task's principal "
+    "subspace, RLC scores how typical the rest is of the task, and PAC scores how near the closest "
+    "class prototype is."
+)
 
 
 def show(group: Group) -> None:
@@ -28,6 +37,8 @@ def show(group: Group) -> None:
     shown = frame.drop(columns="storage, MiB", errors="ignore")
     align = ["left", *("right" for _ in shown.columns)]
     print(tabulate(shown, "keys", disable_numparse=True, colalign=align), end="\n\n")
+    if FDC.name in group.methods:
+        print(textwrap.fill(FDC_IN_WORDS, 100), end="\n\n")
     if group.leading == ["raw"] and len(group.methods) > 1:
         print("No calibrator of the run is as accurate as the raw logits.")
     elif group.leading != ["raw"]:
@@ -83,10 +94,12 @@ def notes(group: Group) -> list[str]:
     errors = pd.DataFrame([results.calibration_error for results in seeds]).mean()
     by_chance = pd.DataFrame([results.chance_calibration_error for results in seeds]).mean()
     for name in filter(lambda name: METHODS[name].gives_confidence, errors.index):
-        chance = f"; chance alone would cause {by_chance[name]:.1f}" if name in by_chance else ""
+        chance = ""
+        if name in by_chance:
+            chance = f"; by chance, exact confidence would seem {by_chance[name]:.1f} off"
         lines.append(
-            f"Stated confidence and accuracy of {METHODS[name].title} differ by "
-            f"{errors[name]:.1f} points on average{chance}."
+            f"The confidence stated by {METHODS[name].title} is {errors[name]:.1f} points too high "
+            f"or too low on average{chance}."
         )
     shares = [results.unlike_learned for results in seeds if results.unlike_learned is not None]
     if shares:

@@ -50,6 +50,7 @@ def render(
     return _fill(
         "page",
         sections=sections,
+        fdc_in_words=console.FDC_IN_WORDS,
         folded=not any(group.known for group in groups),
         reading=tables.READING if any("numbers" in t.frame.index.names for t in compared) else "",
         methods=set().union(*(group.methods for group in groups)),

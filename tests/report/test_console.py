@@ -14,7 +14,8 @@ def shown(capsys, *members):
     """The heading, cells of each row by its title, and what follows the table."""
     (group,) = made_up.groups(*members)
     console.show(group)
-    heading, table, rest = capsys.readouterr().out.strip().split("\n\n")
+    heading, table, words, rest = capsys.readouterr().out.strip().split("\n\n")
+    assert words.split() == console.FDC_IN_WORDS.split()
     rows = [[cell for cell in line.split("  ") if cell] for line in table.splitlines()[2:]]
     cells = {row[0]: [cell.strip() for cell in row[1:]] for row in rows}
     return heading, cells, rest.splitlines()
@@ -68,11 +69,15 @@ def test_notes_are_means_over_seeds(capsys):
         run.results.unlike_learned, run.results.calibration_error = share, error
     _, _, rest = shown(capsys, *members)
     assert any(line.startswith("12.0 % of the test images are flagged") for line in rest)
-    sentence = "Stated confidence and accuracy of class Gaussians differ by 1.2 points on average"
+    sentence = (
+        "The confidence stated by class Gaussians is 1.2 points too high or too low on average"
+    )
     assert f"{sentence}." in rest
     for run, chance in zip(members, (0.4, 0.6), strict=True):
         run.results.chance_calibration_error = {"gaussians": chance}
-    assert f"{sentence}; chance alone would cause 0.5." in shown(capsys, *members)[2]
+    assert (
+        f"{sentence}; by chance, exact confidence would seem 0.5 off." in shown(capsys, *members)[2]
+    )
 
 
 def test_raw_logits_may_be_the_best(capsys):
