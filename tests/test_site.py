@@ -104,8 +104,8 @@ def test_notebooks_compile_and_hold_their_outputs(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path, tmp_path):
     pytest.importorskip("nbconvert")
-    if path.stem == "peft":
-        pytest.importorskip("peft", reason="needs PEFT, which the package does not require")
+    if path.stem in ("peft", "pytorch"):
+        pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
     for name in ("main.py", "configs", "fdc_jax"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     folder = tmp_path / "docs" / "tutorials"
