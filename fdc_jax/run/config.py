@@ -136,7 +136,7 @@ class Evaluation(Section, frozen=True):
     """The evaluation after tasks."""
 
     batch_size: Annotated[
-        Batch, GROUP, Meta(description="images per forward pass without gradients")
+        Batch, RESUME, Meta(description="images per forward pass without gradients")
     ] = 256
     every: Annotated[
         Positive,

@@ -239,6 +239,12 @@ def test_work_directories_of_other_runs(fields, message, finished_run, cache, tm
     small_runs.same_outcome(copy, finished_run)
 
 
+def test_a_run_resumes_with_another_batch_of_evaluation(finished_run, cache, tmp_path):
+    copy = small_runs.copied(finished_run, tmp_path / "copy")
+    run(config(cache, evaluation__batch_size=32), copy)
+    small_runs.same_outcome(copy, finished_run)
+
+
 def test_work_directories_that_hold_no_single_run(cache, tmp_path):
     (tmp_path / "several" / "seed_1").mkdir(parents=True)
     with pytest.raises(InputError, match="holds runs of several seeds; choose another --workdir"):
