@@ -20,16 +20,16 @@ LAYOUT = {
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
     "calibration": 27_350,
-    "data": 14_120,
+    "data": 14_400,
     "features": 3_500,
     "learners": 20_320,
     "machine": 7_640,
     "model": 10_990,
     "package": 13_850,
-    "paper": 5_990,
+    "paper": 6_080,
     "posthoc": 3_370,
-    "report": 22_260,
-    "run": 21_510,
+    "report": 22_730,
+    "run": 21_890,
 }
 
 

@@ -123,6 +123,11 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
         ),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
         (["--reference=nowhere.csv"], "nowhere.csv: unreadable"),
+        (["--select=vali"], "--select: invalid choice: 'vali'"),
+        (
+            ["--select=validation", "--config.data.validation_share=0"],
+            "--config.data.validation_share: expected a share above 0, found 0",
+        ),
         (["--workdirs=x"], "unrecognized arguments: --workdirs=x; did you mean --workdir"),
     ],
 )

@@ -145,6 +145,17 @@ def _note_two_classes(split: Dataset, skipped: Skipped) -> None:
             skipped.add(reason, (pair,))
 
 
+def draw(names: Sequence[str], share: float) -> list[int]:
+    """Returns the indices of the images of a class that are held out.
+
+    Of n images, in the order of the SHA-256 of their names, they are the first round(share n), at
+    least 1 and at most n - 1. Other classes have no influence.
+    """
+    digests = [hashlib.sha256(os.fsencode(name)).digest() for name in names]
+    count = min(max(round(share * len(names)), 1), len(names) - 1)
+    return sorted(range(len(names)), key=digests.__getitem__)[:count]
+
+
 def class_checksums(*splits: Dataset) -> dict[str, str]:
     """Returns a checksum of each class, 16 hexadecimal digits of names and pixels of its images."""
     digests = {name: hashlib.sha256() for name in splits[0].class_names}

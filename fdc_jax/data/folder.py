@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, images
-from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers, noted
+from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers, draw, noted
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import FileState, file_state, open_regular, read_json, write_json
 
@@ -279,20 +279,15 @@ def _tops(files: Mapping[Path, _Parts], folders: set[_Parts]) -> dict[str, _Part
 
 
 def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, list[ImageFile]]:
-    """Returns the images of train and test, divided within each class.
-
-    Of the n images of a class, in the order of the SHA-256 of their "CLASS/IMAGE", the first
-    round(share n) are test images, at least 1 and at most n - 1. Other classes have no influence.
-    """
+    """Returns the images of train and test, divided within each class by `dataset.draw`."""
     test: set[Path] = set()
     # Files are sorted by class.
     for _, group in itertools.groupby(files, key=lambda file: file.class_name):
         members = [*group]
         if len(members) < 2:
             skipped.add(_SINGLE, (members[0].name,))
-        drawn = sorted(members, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
-        count = min(max(round(share * len(members)), 1), len(members) - 1)
-        test.update(file.path for file in drawn[:count])
+        drawn = draw([file.name for file in members], share)
+        test.update(members[index].path for index in drawn)
     return {
         split: [file for file in files if (file.path in test) == (split == "test")]
         for split in ("train", "test")

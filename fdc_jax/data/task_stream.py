@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fdc_jax.data import benchmarks
-from fdc_jax.data.dataset import Dataset, class_checksums
+from fdc_jax.data.dataset import Dataset, class_checksums, draw
 from fdc_jax.errors import InputError
 
 
@@ -39,6 +39,7 @@ class TaskStream:
     order: Int[np.ndarray, " c"]  # class labels of the tasks, in order of arrival
     tasks: list[Int[np.ndarray, " k"]]  # class labels of each task
     train_indices: list[Int[np.ndarray, " n"]]  # into `train`, per task
+    validation_indices: Int[np.ndarray, " v"]  # into `train`, in no task's `train_indices`
     test_indices: Int[np.ndarray, " m"]  # into `test`, task after task
     test_tasks: Int[np.ndarray, " m"]  # task of each test image
     planned: tuple[int, ...]  # number of classes of each task, also beyond `num_tasks`
@@ -77,6 +78,11 @@ class TaskStream:
         return self.positions[self.train.labels[self.train_indices[task]]]
 
     @property
+    def validation_labels(self) -> Int[np.ndarray, " v"]:
+        """Class-order positions of the validation images."""
+        return self.positions[self.train.labels[self.validation_indices]]
+
+    @property
     def test_labels(self) -> Int[np.ndarray, " m"]:
         """Class-order positions of the test images."""
         return self.positions[self.test.labels[self.test_indices]]
@@ -93,6 +99,7 @@ def build(
     num_tasks: int = 0,
     train_per_class: int = 0,
     test_per_class: int = 0,
+    validation_share: float = 0.0,
 ) -> TaskStream:
     """Returns the stream of tasks of two splits, which `benchmarks.verify` checks first.
 
@@ -101,7 +108,7 @@ def build(
 
     Raises:
         InputError: counts differ from the benchmark's; classes, names or task sizes do not add up;
-            a task has no test images.
+            a task has no test images; a class has too few training images to hold one out.
     """
     name, names = train.name, train.class_names
     benchmarks.verify(name, train.labels, test.labels, names)
@@ -126,6 +133,10 @@ def build(
         by_class = {c: np.flatnonzero(split.labels == c)[: per_class or None] for c in order}
         return [np.concatenate([by_class[c] for c in classes]) for classes in tasks]
 
+    train_indices = indices_by_task(train, train_per_class)
+    held_out = np.array([], int)
+    if validation_share:
+        held_out = _held_out(train, train_indices, validation_share)
     test_indices = indices_by_task(test, test_per_class)
     for task, indices in enumerate(test_indices):
         if not len(indices):
@@ -138,9 +149,27 @@ def build(
         test=test,
         order=np.concatenate(tasks),
         tasks=tasks,
-        train_indices=indices_by_task(train, train_per_class),
+        train_indices=[rows[~np.isin(rows, held_out)] for rows in train_indices],
+        validation_indices=held_out,
         test_indices=np.concatenate(test_indices),
         test_tasks=np.repeat(np.arange(len(tasks)), [len(part) for part in test_indices]),
         planned=sizes,
         classes=tuple(names[label] for label in order),
     )
+
+
+def _held_out(
+    train: Dataset, by_task: Sequence[Int[np.ndarray, " n"]], share: float
+) -> Int[np.ndarray, " v"]:
+    """Returns the indices of a share of the training images of each class (`dataset.draw`)."""
+    rows = np.concatenate(by_task)
+    parts = []
+    for label in dict.fromkeys(train.labels[rows].tolist()):
+        members = rows[train.labels[rows] == label]
+        if len(members) < 2:
+            raise InputError(
+                "config.data.validation_share: expected at least two training images of every "
+                f"class, found one of {train.class_names[label]}"
+            )
+        parts.append(members[np.sort(draw([train.ids[row] for row in members], share))])
+    return np.concatenate(parts)

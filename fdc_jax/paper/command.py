@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add("--learners", default=f"cumulative_lora,{plugged}", help="the paper's nine, or others")
     add("--seeds", default="1,2,3", help="training seeds (default 1,2,3)")
+    text = "images that choose components and settings of FDC beside the paper's rule: test, or "
+    text += "validation images, a tenth of the training images (--config.data.validation_share)"
+    add("--select", choices=("test", "validation"), default="test", help=text)
     text = "numbers to line up with these runs, see docs/report.md; repeatable"
     add("--reference", action="append", default=[], metavar="CSV", help=text)
     add("--dry_run", action="store_true", help="print the plan and end")
@@ -62,7 +65,12 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
         raise InputError(f"--data: expected a folder, found {options.data}")
     for path in options.reference:  # Errors come before any work.
         reference.read(path)
-    runs, missing = plan.make(options, dict(word.split("=", 1) for word in fields))
+    overrides = dict(word.split("=", 1) for word in fields)
+    if options.select == "validation":
+        overrides = {"--config.data.validation_share": "0.1"} | overrides
+    runs, missing = plan.make(options, overrides)
+    if options.select == "validation" and not runs[0].config.data.validation_share:
+        raise InputError("--config.data.validation_share: expected a share above 0, found 0")
     unfinished = [run for run in runs if not run.results]
     needed = runs if options.fetch or options.dry_run else unfinished
     ready = plan.open_inputs(needed, missing, options.fetch, lambda text: say(text, options.quiet))
@@ -162,16 +170,19 @@ def _write_report(runs: Sequence[Run], missing: dict[Input, str], options: Names
     usable = [run for run in runs if not run.lacks(missing) and not run.conflict]
     if not any(run.results for run in usable):
         return
+    from fdc_jax.report import analysis  # which imports what takes seconds
+
     page = Path(options.workdir, "report", "report.html")
     with locked(Path(options.workdir, LOCK), wait=True):
         with _stop_on_signals() as stop:
             measurements.measure_latency(usable, options.quiet, stop)
         references = options.reference
-        if not report.is_current([options.workdir], page.parent, references):
+        sweep = analysis.VALUES if options.select == "validation" else None
+        if not report.is_current([options.workdir], page.parent, references, sweep):
             say(f"writes {page}", options.quiet)
             hosts = {run.benchmark: configuration.of_host(run.config) for run in usable}
             given = {"references": references, "hosts": hosts, "quiet": options.quiet}
-            report.write([options.workdir], page.parent, **given)
+            report.write([options.workdir], page.parent, sweep=sweep, **given)
     if not options.quiet:
         for table in ("benchmark", "selection"):
             path = page.parent / "tables" / f"{table}.txt"

@@ -163,6 +163,7 @@ def is_current(
     paths: Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
     references: Sequence[str] = (),
+    sweep: Mapping[str, Sequence[float]] | None = None,
 ) -> bool:
     """Returns True if `write` with these arguments would write the report that `output` holds.
 
@@ -174,7 +175,7 @@ def is_current(
     except InputError:  # damaged
         return False
     return (folder / "report.html").exists() and made_from == _sources(
-        paths, folder, references=references
+        paths, folder, sweep, references
     )
 
 

@@ -21,7 +21,7 @@ from fdc_jax.calibration import sweep as together
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
-from fdc_jax.machine.files import file_state, user_cache
+from fdc_jax.machine.files import ArrayFolder, file_state, user_cache
 from fdc_jax.report import diagnostics, quantities
 
 Sweep = Mapping[str, Sequence[float]]
@@ -122,8 +122,8 @@ def _code() -> str:
 
 def _kept(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     """Returns `function(folder, *arguments)`, from the cache if features and code are the same."""
-    files = [folder] if folder.is_file() else sorted(folder.glob("*.npy"))
-    states = {path.name: file_state(path) for path in files}
+    files = [folder] if folder.is_file() else sorted(folder.rglob("*.npy"))
+    states = {str(path): file_state(path) for path in files}
     folder = folder.absolute()
     try:
         with warnings.catch_warnings():
@@ -181,7 +181,8 @@ def swept(
 ) -> dict[str, float]:
     """Returns the accuracies in percent, by quantity, of FDC with one changed setting each.
 
-    One pass over the features gives all of them. A parameter without values has all possible ones.
+    One pass over the features gives all of them; those on validation images start with
+    `validation_`. A parameter without values has all possible ones.
     `neighbours` also gives `nearest`, with affinities standardised over the candidate tasks of each
     input ("PAC Neighborhood Size").
     """
@@ -201,4 +202,11 @@ def swept(
         if parameter == "neighbours":
             nearest = terms.fuse(nearest=True).label
             numbers[f"nearest={value:g}"] = evaluation.accuracy(labels, nearest)
+    held_out = folder / "validation"
+    if held_out.is_dir():
+        arrays = ArrayFolder(held_out)
+        measured = fdc.terms(arrays["test_adapted"], arrays.get("test_pretrained"))
+        for (parameter, value), terms in zip(changes, measured, strict=True):
+            accuracy = evaluation.accuracy(arrays["test_labels"], terms.fuse().label)
+            numbers[f"validation_{parameter}={value:g}"] = accuracy
     return numbers

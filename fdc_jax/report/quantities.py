@@ -91,6 +91,7 @@ def measured(
     accuracies = dict(untrained or {}) | _accuracies(results, results.learner)
     tables: dict[str, Mapping[str, float | None]] = {
         "accuracy": accuracies,
+        "validation": _named(results.validation, results.learner),
         "aia": _averages(results) | results.average_incremental_accuracy,
         "routing": results.routing_accuracy,
         "given": {name: part.oracle_accuracy for name, part in results.decomposition.items()},
@@ -116,16 +117,18 @@ def frame(tables: Mapping[str, Mapping[str, float | None]]) -> pd.DataFrame:
 
 
 def _accuracies(point: Results | Point, learner: str) -> dict[str, float]:
-    """Returns accuracies by name, from results or from a point of the curve.
+    """Returns accuracies by name, from results or from a point of the curve."""
+    return _named(point.components, learner) | point.accuracy
 
-    Without a pretrained view, all components are those of the adapted view.
-    """
-    parts = dict(point.components)
-    if parts and "pretrained_view" not in parts:
+
+def _named(components: Mapping[str, float], learner: str) -> dict[str, float]:
+    """Adds `selected`. Without a pretrained view, all components are those of the adapted view."""
+    parts = dict(components)
+    if "full" in parts and "pretrained_view" not in parts:
         parts |= {"adapted_view": parts["full"], "pac+rlc_adapted_view": parts["pac+rlc"]}
     if (selected := learners.selected(learner)) in parts:
         parts["selected"] = parts[selected]
-    return parts | point.accuracy
+    return parts
 
 
 def _averages(results: Results) -> dict[str, float | None]:

@@ -418,9 +418,13 @@ def deviations(benchmark: str, learner: str, values: dict[str, Any]) -> list[str
         for field, value in expected.items()
         if values[field] != value
     ]
-    for part, word in (("train", "training"), ("test", "test")):
+    for part, word, fields in (
+        ("train", "training", ("data.train_per_class", "data.validation_share")),
+        ("test", "test", ("data.test_per_class",)),
+    ):
         count = values[f"num_{part}_images"]
-        if sizes and not values[f"data.{part}_per_class"] and count not in (None, sizes[part]):
+        limited = any(values[field] for field in fields)
+        if sizes and not limited and count not in (None, sizes[part]):
             phrases.append(f"{count:,} of {sizes[part]:,} {word} images")
     weights = values["encoder.weights"]
     patterns = paper.NUMBERS["protocol"]["weights"]

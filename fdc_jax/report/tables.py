@@ -414,14 +414,36 @@ def selected(least: Mapping[str, float]) -> str:
     return view if tsf else f"pac+rlc_{view}"
 
 
-def gains(groups: Sequence[Group]) -> pd.DataFrame:
-    """Returns gains by learner, settings, benchmark and seed (row) and combination (column)."""
+def gains(groups: Sequence[Group], quantity: str = "accuracy") -> pd.DataFrame:
+    """Returns gains by learner, settings, benchmark and seed (row) and combination (column).
+
+    They are of test images, or of validation images if the quantity is `validation`.
+    """
     ours = pd.concat([group.numbers for group in groups], ignore_index=True)
-    ours = ours[ours["quantity"] == "gain"]
+    ours = ours[ours["quantity"] == quantity]
     labels = ["learner", "settings", "benchmark", "seed"]
     keys = [*paper.COMPONENT_TITLES, "selected"]
     table = _pivot(ours, labels, "calibrator", "value").reindex(columns=keys)
-    return table.dropna(subset=["selected", "full", *_PARTS])
+    return table.sub(table["raw"], axis=0).dropna(subset=["selected", "full", *_PARTS])
+
+
+def best_settings(groups: Sequence[Group]) -> str:
+    """Returns the values of γ, η and K with the highest accuracy on validation images, or "".
+
+    Accuracies are means over seeds, then over benchmarks; of equal ones the paper's value counts.
+    """
+    numbers = pd.concat([group.numbers for group in groups], ignore_index=True)
+    chosen = []
+    for setting, sign in (("attenuation", "γ"), ("retained_energy", "η"), ("neighbours", "K")):
+        own = numbers[numbers["quantity"].str.startswith(f"validation_{setting}=")]
+        # Of K, the values that all benchmarks allow.
+        means = own.pivot_table("value", "benchmark", "quantity").dropna(axis=1).mean()
+        by_value = {float(name.partition("=")[2]): mean for name, mean in means.items()}
+        default = paper.NUMBERS["protocol"]["fields"][f"fdc.{setting}"]
+        if by_value:
+            best = max(by_value, key=lambda value: (by_value[value], value == default))
+            chosen.append(f"{sign} {best:g}")
+    return ", ".join(chosen)
 
 
 def of_selection(groups: Sequence[Group]) -> Table:
@@ -429,18 +451,25 @@ def of_selection(groups: Sequence[Group]) -> Table:
     names, scope = _settings(groups)
     cells: dict[tuple[str, str], Cells] = {}
     pairs = []
+    held_out = gains(groups, "validation")
     grouped: Any = gains(groups).groupby(["learner", "settings"], sort=False)
     for (learner, title), by_seed in grouped:
         own = by_seed.groupby("benchmark", sort=False).mean()
         least = own.min()
         chosen = selected(least)
         keys = {"the paper's choice": "selected", "own choice": chosen, "all components": "full"}
-        for choice, key in keys.items():
-            labels = {"learner": learner, "settings": names[title], "choice": choice}
-            pairs.append(own[key].to_frame("mean").assign(**labels))
         row = {part: number(least[key], signed=True) for key, part in _PARTS.items()}
         row["own choice"] = paper.COMPONENT_TITLES[chosen]
         row["the paper's choice"] = paper.COMPONENT_TITLES[learners.selected(learner)]
+        if (learner, title) in held_out.index.droplevel([2, 3]):
+            validated = selected(held_out.loc[learner, title].groupby("benchmark").mean().min())
+            keys["choice by validation"] = validated
+            row["choice by validation"] = paper.COMPONENT_TITLES[validated]
+            alike = [of for of in groups if (of.learner, of.title) == (learner, title)]
+            row["settings by validation"] = best_settings(alike) or math.nan
+        for choice, key in keys.items():
+            labels = {"learner": learner, "settings": names[title], "choice": choice}
+            pairs.append(own[key].to_frame("mean").assign(**labels))
         positive = int((by_seed["selected"] > 0).sum())
         row["pairs of benchmark and seed"] = f"{positive} of {len(by_seed)}"
         cells[learner, names[title]] = row

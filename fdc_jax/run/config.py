@@ -88,6 +88,10 @@ class Data(Section, frozen=True):
     ] = 0
     train_per_class: Annotated[Count, Meta(description="images of each class, 0: all")] = 0
     test_per_class: Annotated[Count, Meta(description="test images of each class, 0: all")] = 0
+    validation_share: Annotated[
+        float,
+        Meta(ge=0, lt=1, description="of each class, not learned; to choose FDC's settings"),
+    ] = 0.0
     crop_scale: Annotated[
         tuple[Share, Share], Meta(description="share of the image that a training crop covers")
     ] = (0.05, 1.0)

@@ -4,7 +4,7 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from msgspec import structs
 
 from fdc_jax import evaluation
@@ -199,6 +199,7 @@ def evaluate(
     adapted, pretrained = work.images.test_features(len(labels), encoder)
     views = adapted.features, pretrained and pretrained.features
     scores, components, seconds = score(calibrators, heads, *views)
+    validation: dict[str, float] = {}
     confidences = unlike = None
     for name in calibrators:
         if METHODS[name].gives_confidence:
@@ -208,6 +209,8 @@ def evaluate(
         columns = evaluation.predictions(scores, labels, true_tasks)
         columns["class_names"] = np.array(tasks.class_names)
         work.folder.write_test(views, columns, heads)
+        if len(tasks.validation_indices):
+            validation = validate(work, encoder, heads, calibrators)
     work.folder.event(
         "confusion",  # percentages of images that are routed to an earlier or later task
         task=task,
@@ -221,13 +224,31 @@ def evaluate(
         labels={name: evaluation.pack(s.label) for name, s in scores.items()},
         **structs.asdict(measures),
         unlike_learned=unlike,
-        components={n: evaluation.accuracy(labels, s.label) for n, s in components.items()},
+        components=accuracies(labels, components),
+        validation=validation,
         timing=records.TaskTiming(
             test_extraction_images=len(labels),
             test_extraction_seconds=adapted.seconds,
             score_seconds=seconds,
         ),
     )
+
+
+def validate(
+    work: Work, encoder: Any, heads: list[Any], calibrators: dict[str, Any]
+) -> dict[str, float]:
+    """Returns accuracies on the validation images by calibrator and component; saves features."""
+    adapted, pretrained = work.images.validation_features(encoder)
+    views = adapted.features, pretrained and pretrained.features
+    labels = work.setup.tasks.validation_labels
+    work.folder.write_validation(views, labels)
+    scores, components, _ = score(calibrators, heads, *views)
+    return accuracies(labels, components | scores)
+
+
+def accuracies(labels: Int[np.ndarray, " n"], scores: dict[str, Scores]) -> dict[str, float]:
+    """Returns the accuracy in percent of each of several scores."""
+    return {name: evaluation.accuracy(labels, of.label) for name, of in scores.items()}
 
 
 def score(

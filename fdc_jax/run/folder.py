@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from msgspec import structs
 
 from fdc_jax.data.task_stream import Known
@@ -48,6 +48,7 @@ class RunFolder:
         self.folder = named_path("run directory", folder)
         self.checkpoints_folder = self.folder / "checkpoints"
         self.features_folder = self.folder / "features"  # in the form that `fdc_jax.posthoc` reads
+        self.validation_folder = self.features_folder / "validation"  # in the same form
         self.untrained_folder = self.folder / "untrained"  # the run that answered before training
         self.config_file = self.folder / "config.json"
         self.results_file = self.folder / "results.json"  # the last one that a run writes
@@ -263,6 +264,12 @@ class RunFolder:
         if self._save_features:
             feature_files.write_final_heads(self.features_folder, heads)
             feature_files.write_test(self.features_folder, *views, columns["label"])
+
+    @processes.on_first
+    def write_validation(self, views: tuple[Any, Any], labels: Int[np.ndarray, " v"]) -> None:
+        """Writes features of the validation images if `save_features`."""
+        if self._save_features:
+            feature_files.write_test(self.validation_folder, *views, labels)
 
     @processes.on_first
     def write_results(self, calibrators: Mapping[str, Any], results: records.Results) -> None:

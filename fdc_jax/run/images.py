@@ -113,6 +113,16 @@ class RunImages:
         pretrained = pretrained._replace(features=pretrained.features[:count])
         return (pretrained, None) if adapted is None else (adapted, pretrained)
 
+    def validation_features(self, encoder: Any) -> Views:
+        """Returns features of all validation images, which calibrators do not see."""
+        setup, encoders = self._setup, [encoder]
+        if setup.pretrained_view:
+            encoders.append(vit.pretrained_kernels(setup.backbone))
+        tasks, options = setup.tasks, setup.evaluation_batches
+        batches = EvaluationBatches(tasks.train, tasks.validation_indices, None, **options)
+        adapted, *pretrained = self._extract(encoders, batches)
+        return adapted, pretrained[0] if pretrained else None
+
     def _labelled(self, task: int) -> tuple[Any, ...]:
         """Returns a task's training images, their indices, and labels within the task."""
         tasks = self._setup.tasks

@@ -76,6 +76,7 @@ class Record(Measures, kw_only=True):
     labels: dict[Name, Packed] = msgspec.field(default_factory=dict)
     unlike_learned: Percent | None = None
     components: Accuracies = msgspec.field(default_factory=dict)
+    validation: Accuracies = msgspec.field(default_factory=dict)
     timing: TaskTiming = msgspec.field(default_factory=TaskTiming)
     peak_memory: Memory = msgspec.field(default_factory=Memory)
 
@@ -130,6 +131,7 @@ class Results(msgspec.Struct, kw_only=True):
     # None if a task was not evaluated.
     average_incremental_accuracy: dict[Name, Percent | None] = {}
     components: Accuracies = {}
+    validation: Accuracies = {}  # of the last task, by calibrator and component of FDC
     selected: Selected | None = None
     decomposition: dict[Name, Decomposition] = {}
     calibration_error: Accuracies = {}

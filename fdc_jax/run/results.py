@@ -46,6 +46,7 @@ def collect(
         routing_accuracy=last.routing_accuracy,
         average_incremental_accuracy=means,
         components=last.components,
+        validation=last.validation,
         selected=records.Selected(
             components=selected,
             accuracy=last.components[selected] if selected in last.components else None,

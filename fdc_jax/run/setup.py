@@ -149,6 +149,7 @@ def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> T
         num_tasks=config.num_tasks,
         train_per_class=data.train_per_class,
         test_per_class=data.test_per_class,
+        validation_share=data.validation_share,
     )
 
 

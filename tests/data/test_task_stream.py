@@ -50,6 +50,47 @@ def test_a_stream_numbers_classes_as_they_arrive(plain_source):
     assert_array_equal(stream.test_labels // 2, stream.test_tasks)
 
 
+@pytest.mark.parametrize("per_class", [0, 4])
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.99])
+def test_validation_images_are_a_share_of_every_class(plain_source, share, per_class):
+    data = dataclasses.replace(
+        plain_source(200), labels=np.random.default_rng(3).integers(0, 5, 200, np.int32)
+    )
+    fields = dict(classes_per_task=(2, 3), train_per_class=per_class)
+    all_images = build(data, data, 4, **fields)
+    stream = build(data, data, 4, **fields, validation_share=share)
+    learned, held_out = np.concatenate(stream.train_indices), stream.validation_indices
+    assert not {*learned} & {*held_out}
+    assert {*learned} | {*held_out} == {*np.concatenate(all_images.train_indices)}
+    for label in range(5):
+        count = np.sum(data.labels[np.concatenate(all_images.train_indices)] == label)
+        expected = min(max(round(share * count), 1), count - 1)
+        assert np.sum(data.labels[held_out] == label) == expected
+    names = [stream.class_names[label] for label in stream.validation_labels]
+    assert names == [str(label) for label in data.labels[held_out]]
+    assert_array_equal(stream.test_indices, all_images.test_indices)
+    assert_array_equal(all_images.validation_indices, [])
+
+
+def test_validation_images_do_not_depend_on_other_classes(plain_source):
+    def held_out(num_classes, seed, **fields):
+        labels = np.arange(200, dtype=np.int32) // 20 % num_classes
+        data = dataclasses.replace(plain_source(200, num_classes=num_classes), labels=labels)
+        stream = build(data, data, seed, classes_per_task=5, validation_share=0.3, **fields)
+        return {row for row in stream.validation_indices if row < 100}
+
+    assert held_out(5, 1, train_per_class=20) == held_out(10, 2) == held_out(10, 3)
+
+
+def test_a_class_of_one_image_has_none_to_hold_out(plain_source):
+    message = (
+        "config.data.validation_share: expected at least two training images of every class, "
+        "found one of 4"
+    )
+    with pytest.raises(InputError, match=message):
+        build(plain_source(9), plain_source(10), -1, classes_per_task=5, validation_share=0.1)
+
+
 def test_classes_arrive_in_the_order_of_their_names_or_of_a_list(plain_source):
     given = build(plain_source(23), plain_source(11), -1, classes_per_task=(1, 4))
     assert given.class_names == list("01234") and given.classes_per_task == (1, 4)

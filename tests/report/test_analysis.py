@@ -9,6 +9,7 @@ from scipy import stats
 
 from fdc_jax import calibration
 from fdc_jax.errors import InputError
+from fdc_jax.features.feature_files import write_test
 from fdc_jax.report import analysis, runs
 from tests.report.feature_sets import feature_set, reference_of, write_features
 from tests.report.made_up import write_run
@@ -42,6 +43,26 @@ def test_a_sweep_is_the_reference_at_its_value(tmp_path, parameter, value, keywo
         name: pytest.approx(100 * np.mean(routed(features, **of)[1] == features.test_labels))
         for name, of in expected.items()
     }
+
+
+@pytest.mark.parametrize("dual", [True, False])
+def test_validation_images_are_swept_beside_test_images(tmp_path, dual):
+    features, other = feature_set(dual=dual), feature_set(dual=dual, test_size=40)
+    write_features(tmp_path, features)
+    without = analysis.swept(tmp_path, {}, [("retained_energy", [0.5, 0.95])])
+    held_out = [other.test_adapted[10:], None, other.test_labels[10:]]
+    if dual:
+        held_out[1] = other.test_pretrained[10:]
+    write_test(tmp_path / "validation", *held_out)
+    found = analysis.swept(tmp_path, {}, [("retained_energy", [0.5, 0.95])])
+    names = dict(zip(("test_adapted", "test_pretrained", "test_labels"), held_out, strict=True))
+    validation = features._replace(**names)
+    expected = {
+        f"validation_retained_energy={eta:g}": 100
+        * np.mean(routed(validation, eta=eta)[1] == validation.test_labels)
+        for eta in (0.5, 0.95)
+    }
+    assert found == without | {name: pytest.approx(value) for name, value in expected.items()}
 
 
 def test_a_report_does_not_repeat_the_warning_about_a_head_like_chance(tmp_path, caplog):

@@ -96,6 +96,7 @@ def test_groups_say_what_departs_from_the_protocol(tmp_path):
     cases = {
         "a": (reduced, {}, "variant Ti/16, train per class 60, epochs 5"),
         "d": ({}, fewer, "400 of 50,000 training images, weights other.npz"),
+        "v": ({"data.validation_share": 0.1}, {"num_train_images": 45}, "validation share 0.1"),
         "e": ({"fdc.attenuation": 0.25, "data.flip": False}, {}, "attenuation 0.25, flip False"),
     }
     for name, (config, changed, _) in cases.items():

@@ -1,5 +1,6 @@
 """Tables against numbers computed here from the results of the runs alone."""
 
+import itertools
 import json
 import math
 
@@ -11,7 +12,7 @@ from scipy import stats
 from fdc_jax.calibration import settings
 from fdc_jax.report import formatting, paper, runs, tables
 from fdc_jax.report.tables import Table
-from tests.report.made_up import predictions, results, write_run
+from tests.report.made_up import predictions, results, with_numbers, write_run
 
 GAUSSIANS = formatting.method_title("gaussians")
 
@@ -188,6 +189,51 @@ def test_components_with_a_gain_on_every_benchmark_are_selected(tmp_path, gains,
         write_run(tmp_path / benchmark, found)
     assert tables.selected(tables.gains(runs.load([tmp_path])[0]).min()) == expected
     assert settings.COMPONENTS[expected].get("tsf", True) == (gains[0] > 0)
+
+
+def test_validation_images_choose_components_beside_the_rule(tmp_path, groups):
+    """Test images are for TSF and E_0 on both benchmarks, validation images against E_0 on one.
+
+    The gain of either choice is of test images.
+    """
+    keys = [*tables._PARTS]
+    gains = []
+    for benchmark, seed in itertools.product(("cub200", "imagenet_a"), (1, 2)):
+        config = {"data.validation_share": 0.1}
+        found = results(benchmark=benchmark, learner="loda", seed=seed, config=config)
+        found["num_train_images"] //= 2
+        raw = found["components"]["raw"]
+        found["components"] |= {keys[0]: raw + 1, keys[1]: raw + 1, keys[2]: raw - 1}
+        found["validation"] = {name: 50.0 for name in found["components"]}
+        # A seed alone decides nothing: the mean over seeds of the second benchmark is negative.
+        of_pretrained = {"cub200": 5.0, "imagenet_a": 1.0 if seed == 1 else -2.0}[benchmark]
+        found["validation"] |= {keys[0]: 51.0, keys[1]: 50 + of_pretrained, keys[2]: 49.0}
+        gains.append(found["components"]["tsf"] - raw)
+        write_run(tmp_path / f"{benchmark}_{seed}", found)
+    table = tables.of_selection(runs.load([tmp_path])[0])
+    (row,) = table.frame.loc[["LoDA"]].to_dict("records")
+    assert row["own choice"] == paper.COMPONENT_TITLES["pretrained_view"]
+    assert row["choice by validation"] == "TSF"
+    assert row["gains, choice by validation"] == f"2 of 2, {np.mean(gains):+.2f}"
+    assert "choice by validation" not in tables.of_selection(groups).frame
+
+
+def test_validation_images_choose_settings(tmp_path):
+    """By the mean over benchmarks; of equal values the paper's, of K those of all benchmarks."""
+    of = {
+        "cub200": {"attenuation=0.25": 80, "attenuation=0.5": 70, "neighbours=3": 99},
+        "imagenet_a": {"attenuation=0.25": 40, "attenuation=0.5": 60, "neighbours=1": 40},
+    }
+    of["cub200"] |= {"retained_energy=0.5": 60, "retained_energy=0.75": 50, "neighbours=1": 40}
+    of["imagenet_a"] |= {"retained_energy=0.5": 50, "retained_energy=0.75": 60}
+    groups = []
+    for benchmark, values in of.items():
+        write_run(tmp_path / benchmark, results(benchmark=benchmark))
+        (group,) = runs.load([tmp_path / benchmark])[0]
+        named = {f"validation_{name}": [value] for name, value in values.items()}
+        groups.append(with_numbers(group, named))
+    assert tables.best_settings(groups) == "γ 0.5, η 0.75, K 1"
+    assert tables.best_settings(groups[:1]) == "γ 0.25, η 0.5, K 3"
 
 
 def test_runs_of_one_view_have_no_part_in_the_selection(tmp_path):
