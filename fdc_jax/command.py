@@ -80,10 +80,10 @@ flags.DEFINE_string(
 )
 
 
-def configured(words: Sequence[str]) -> "Config":
+def configured(arguments: Sequence[str]) -> "Config":
     """Returns the settings of `--config=NAME --config.FIELD=VALUE ...`; raises InputError."""
     values = flags.FlagValues()
-    _parsed(values, ["", *words])
+    _parsed(values, ["", *arguments])
     return _settings(values)
 
 

@@ -239,9 +239,9 @@ class Ending:
         return True
 
 
-def refuse_repeated(words: Sequence[str], but: Set[str] = frozenset()) -> None:
+def refuse_repeated(arguments: Sequence[str], but: Set[str] = frozenset()) -> None:
     """Raises InputError if a flag, other than those of `but`, is given twice."""
-    names = [word.partition("=")[0] for word in words if word.startswith("--")]
+    names = [text.partition("=")[0] for text in arguments if text.startswith("--")]
     if repeated := [name for name in names if names.count(name) > 1 and name not in but]:
         raise InputError(f"{repeated[0]} is given twice")
 

@@ -14,7 +14,7 @@ from fdc_jax.data.dataset import Dataset, class_checksums, draw
 from fdc_jax.errors import InputError
 
 
-class Known(NamedTuple):
+class LearnedClasses(NamedTuple):
     """The classes and tasks of an earlier process of the run; new classes come after them."""
 
     classes: Mapping[str, str]  # name to checksum (`dataset.class_checksums`), in order of arrival
@@ -27,7 +27,7 @@ class Known(NamedTuple):
         return [list(itertools.islice(names, size)) for size in self.sizes]
 
 
-NOTHING = Known({}, ())
+NONE_LEARNED = LearnedClasses({}, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TaskStream:
 def build(
     train: Dataset,
     test: Dataset,
-    known: Known = NOTHING,
+    known: LearnedClasses = NONE_LEARNED,
     *,
     classes_per_task: int | Sequence[int] = 0,
     class_order: Sequence[str] = (),

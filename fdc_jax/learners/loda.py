@@ -207,7 +207,7 @@ class LoDA(Learner):
                 single_device = self.setup.mesh.size == 1
                 value, gradients = of_group(loss_and_gradients, ahead, part, single_device)
                 moved = jax.tree.map(
-                    lambda leaf, gradient: leaf + against(gradient, length),
+                    lambda leaf, gradient: leaf + descent(gradient, length),
                     trained["increment"],
                     gradients["increment"],
                 )
@@ -323,7 +323,7 @@ def of_group(function: Callable[..., Any], leaves: Any, batch: Batch, single_dev
     return jax.lax.switch(needed, [partial(of_size, size) for size in sizes], leaves)
 
 
-def against(
+def descent(
     gradient: Float[Array, "*l a b"], length: float | Float[Array, ""]
 ) -> Float[Array, "*l a b"]:
     """Returns a step against the gradient of every matrix, of the given Frobenius norm."""

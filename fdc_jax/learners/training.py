@@ -183,7 +183,7 @@ def require_newest(title: str, weights: Float[Array, "t c d"], num_tasks: int) -
         )
 
 
-def in_slots(tree: Any, wanted: Any) -> Any:
+def grown_to(tree: Any, wanted: Any) -> Any:
     """Returns `wanted` with the arrays of `tree` in its leading slots, for a run that grows.
 
     Slots are the tasks, and the rows of padded heads.

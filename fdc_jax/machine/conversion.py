@@ -48,8 +48,8 @@ def convert(value: object, kind: type[T], prefix: str = "") -> T:
 
 def _reason(reason: str, path: str, value: Any, kind: Any) -> str:
     """Returns a reason of msgspec in plain words, with the value at a path."""
-    whole = path.removeprefix(".")
-    names = [whole] if isinstance(value, dict) and whole in value else re.findall(_NAME, path)
+    key = path.removeprefix(".")
+    names = [key] if isinstance(value, dict) and key in value else re.findall(_NAME, path)
     for name in names:
         kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
         try:

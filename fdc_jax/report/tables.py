@@ -107,14 +107,14 @@ def _latex(cell: Any) -> str:
 # Titles, labels, lines and notes of all tables.
 _TEXTS: dict[str, Any] = read_json(Path(__file__).with_name("tables.json"))
 READING: str = _TEXTS["ours"]
-# Tables of `beside` in the order of `tables.json`.
-_BESIDE = [name for name, text in _TEXTS.items() if "beside" in text]
+# Tables of `of_comparison` in the order of `tables.json`.
+_COMPARED = [name for name, text in _TEXTS.items() if "compared" in text]
 
 
 def build(groups: Sequence[Group]) -> list[Table]:
     """Builds the tables of groups that have a number of ours."""
     ours = _ours(groups, paper.published())
-    compared = (beside(groups, name, ours) for name in _BESIDE)
+    compared = (of_comparison(groups, name, ours) for name in _COMPARED)
     built = [*compared, of_selection(groups), of_calibrators(groups)]
     return [table for table in built if len(table.frame)]
 
@@ -290,7 +290,7 @@ def _lines(table: str, groups: Sequence[Group]) -> dict[str, str]:
     return {label: n if chosen else n.replace("selected", FDC.name) for label, n in lines.items()}
 
 
-def beside(
+def of_comparison(
     groups: Sequence[Group],
     table: str,
     ours: pd.DataFrame,
@@ -380,7 +380,7 @@ def of_reference(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group])
         return {name: name for name in listed}
 
     ours = _ours(groups, lines)
-    built = beside(groups, "reference", ours, names)
+    built = of_comparison(groups, "reference", ours, names)
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem.lower())
     sources = "; ".join(filter(None, lines["source"].unique()))
     source = f" ({sources})" if sources else ""

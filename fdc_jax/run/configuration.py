@@ -14,7 +14,7 @@ from msgspec import Meta, structs
 
 from fdc_jax import learners
 from fdc_jax.data import sources
-from fdc_jax.data.task_stream import Known
+from fdc_jax.data.task_stream import LearnedClasses
 from fdc_jax.errors import InputError, line, nearest, place
 from fdc_jax.evaluation import Name
 from fdc_jax.machine.conversion import convert
@@ -84,10 +84,10 @@ class SavedConfig(NamedTuple):
         return flatten(self.config) | self.options | msgspec.to_builtins(self.content)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> LearnedClasses:
         """The classes that the run knows, and the sizes of its tasks."""
         sizes = self.content.planned[: self.config.num_tasks or None]
-        return Known(self.content.known_classes, sizes)
+        return LearnedClasses(self.content.known_classes, sizes)
 
 
 def named() -> dict[str, Path]:

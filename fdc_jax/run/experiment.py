@@ -119,7 +119,7 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     images = work.images.task_images(task)
     if first_step == 0:
         new = learner.before_task(backbone, state, task, images)
-        state = setups.accept(learner, state, new, "before_task")
+        state = setups.checked_state(learner, state, new, "before_task")
     started = setups.start_task(learner, update, backbone, state, task, work.seed)
     frozen, trained, optimizer = started
     if first_step > 0:
@@ -141,7 +141,7 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
             work.stop.poll()
     log.look()
     new = learner.after_task(backbone, state, task, frozen, trained, images)
-    state = setups.accept(learner, state, new, "after_task")
+    state = setups.checked_state(learner, state, new, "after_task")
     log.end()
     work.save(ResumePoint(work.cursor(task, "trained"), calibrators, state))
     return state

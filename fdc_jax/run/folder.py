@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from msgspec import structs
 
-from fdc_jax.data.task_stream import Known
+from fdc_jax.data.task_stream import LearnedClasses
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import TaskFeatures
@@ -195,7 +195,7 @@ class RunFolder:
                 f"run knows it, found {present}; a run learns a class once: restore its images, or "
                 "learn all classes again with another --workdir"
             )
-        same = Known(classes, new.content.planned).tasks[: len(known.tasks)] == known.tasks
+        same = LearnedClasses(classes, new.content.planned).tasks[: len(known.tasks)] == known.tasks
         return bool(known.classes) and not changed and same and num_tasks >= len(known.tasks)
 
     @processes.on_first
@@ -279,7 +279,9 @@ class RunFolder:
         write_json(self.results_file, results)
 
 
-def known_classes(folders: Sequence[Path], classes_per_task: int | tuple[int, ...]) -> Known:
+def known_classes(
+    folders: Sequence[Path], classes_per_task: int | tuple[int, ...]
+) -> LearnedClasses:
     """Returns the known classes of the seed whose run knows most classes.
 
     The sizes of their tasks are empty if `classes_per_task` has changed.
@@ -294,4 +296,4 @@ def known_classes(folders: Sequence[Path], classes_per_task: int | tuple[int, ..
         return dict(saved.known.classes), saved.known.sizes if unchanged else ()
 
     classes, sizes = processes.on_first(read)()
-    return Known(classes, tuple(sizes))
+    return LearnedClasses(classes, tuple(sizes))

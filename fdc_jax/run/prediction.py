@@ -195,7 +195,7 @@ class Predictions:
             columns |= {f"rival_{name}": values[rows, rival] for name, values in evidence.items()}
         return pd.DataFrame(columns)
 
-    def whole(self) -> pd.DataFrame:
+    def table(self) -> pd.DataFrame:
         """Returns the tables of all batches as one; InputError if no image can be read."""
         tables = [table for table, _ in self]
         if not tables:

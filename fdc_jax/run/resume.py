@@ -109,7 +109,7 @@ def newest(encoders: Encoders, seed: int, checkpoints: Checkpoints) -> ResumePoi
     planned = tuple(encoders.learner.setup.classes_per_task)
     tree = checkpoints.read(number, _template(encoders, seed, cursor, cursor.classes_per_task))
     if planned != cursor.classes_per_task:
-        grown = training.in_slots(tree, _template(encoders, seed, cursor, planned))
+        grown = training.grown_to(tree, _template(encoders, seed, cursor, planned))
         tree = devices.replicate(encoders.learner.setup.mesh, grown)
     calibrators = {}
     if "phase" in saved:

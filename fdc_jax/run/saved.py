@@ -303,7 +303,7 @@ class Run(RunFolder):
         """
         from fdc_jax.run.prediction import Predictions  # pandas takes half a second to import
 
-        return Predictions(self, images, top, method).whole()
+        return Predictions(self, images, top, method).table()
 
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from msgspec import structs
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.data.batches import ByteCache
-from fdc_jax.data.task_stream import NOTHING, Known, TaskStream
+from fdc_jax.data.task_stream import NONE_LEARNED, LearnedClasses, TaskStream
 from fdc_jax.data.task_stream import build as build_tasks
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor, FeatureCache
@@ -58,7 +58,7 @@ class Setup(Encoders):
     test_images: ByteCache  # decoded test images
 
 
-def build(config: Config, quiet: bool = False, known: Known = NOTHING) -> Setup:
+def build(config: Config, quiet: bool = False, known: LearnedClasses = NONE_LEARNED) -> Setup:
     """Returns the set-up of a valid configuration, after all checks that need data or weights.
 
     `known` are the classes that a resumed run knows.
@@ -123,7 +123,9 @@ def _complete(encoders: Encoders, tasks: TaskStream) -> Setup:
     )
 
 
-def open_images(config: Config, known: Known = NOTHING, quiet: bool = True) -> TaskStream:
+def open_images(
+    config: Config, known: LearnedClasses = NONE_LEARNED, quiet: bool = True
+) -> TaskStream:
     """Returns the images of a configuration, divided into tasks; raises InputError."""
     data = config.data
     splits = sources.open_splits(
@@ -311,7 +313,7 @@ def start_task(
     return frozen, trained, devices.replicate(mesh, update.initialise(trained))
 
 
-def accept(learner: Learner, state: Any, new: Any, method: str) -> Any:
+def checked_state(learner: Learner, state: Any, new: Any, method: str) -> Any:
     """Returns a learner's new state on the devices; raises InputError if its form has changed."""
     learners.check_state(learner.section(), method, state, new)
     return devices.replicate(learner.setup.mesh, new)

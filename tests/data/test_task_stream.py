@@ -25,7 +25,7 @@ def test_tasks_have_the_first_images_of_class_after_class(plain_source, size, pe
     assert stream.test_indices.tolist() == [*expected[0], *expected[1]]
 
 
-def build(train, test, seed, known=task_stream.NOTHING, **fields):
+def build(train, test, seed, known=task_stream.NONE_LEARNED, **fields):
     """A stream by a seed of the class order and other fields of a configuration."""
     return task_stream.build(train, test, known, class_order_seed=seed, **fields)
 
@@ -106,14 +106,14 @@ def test_classes_arrive_in_the_order_of_their_names_or_of_a_list(plain_source):
 
 @pytest.mark.parametrize("seed", [-1, 4])
 def test_new_classes_come_after_the_known_ones(plain_source, seed):
-    def of(classes, known=task_stream.NOTHING, **fields):
+    def of(classes, known=task_stream.NONE_LEARNED, **fields):
         data = dataclasses.replace(
             plain_source(2 * classes, num_classes=classes), labels=np.arange(2 * classes) // 2
         )
         return build(data, data, seed, known, classes_per_task=2, **fields)
 
     before = of(5)
-    known = task_stream.Known(before.class_checksums, before.planned)
+    known = task_stream.LearnedClasses(before.class_checksums, before.planned)
     grown, complete = of(9, known), of(9)
     assert grown.planned == (2, 2, 1, 2, 2) and complete.planned == (2, 2, 2, 2, 1)
     new = [name for name in complete.classes if name not in known.classes]

@@ -236,9 +236,9 @@ def test_tasks_that_nobody_knew_of_change_nothing_before_them(backbone, name, kn
         progress = update.initialise(trained)
         for batch in toy.augmented_of(task, toy.CLASSES[task]):
             trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
-        assert_near(training.in_slots(trained, step.started), step.trained, tolerance)
+        assert_near(training.grown_to(trained, step.started), step.trained, tolerance)
         state = learner.after_task(backbone, designed, task, frozen, trained, step.images)
-    grown = training.in_slots(state, whole.learner.initial_state())
+    grown = training.grown_to(state, whole.learner.initial_state())
     expected = whole.steps[known - 1].after
     assert_near(*(whole.learner.heads(each, known) for each in (grown, expected)), tolerance)
 

@@ -86,10 +86,10 @@ def _encode(model, params, images, added):
     return model.apply({"params": params}, images, vit.pretrained_kernels(params), added)
 
 
-NOTHING = jax.tree.map(np.zeros_like, encoders.increment())
+NO_INCREMENT = jax.tree.map(np.zeros_like, encoders.increment())
 
 
-def encode(variant, params, added=NOTHING):
+def encode(variant, params, added=NO_INCREMENT):
     """Returns features of the images, under an increment; encoders alike are compiled once."""
     return np.asarray(_encode(vit.build(variant, SIDE, "model"), params, encoders.images(), added))
 
@@ -110,7 +110,7 @@ def marked(family):
 @pytest.mark.parametrize("family", [marked(family) for family in EXPECTED])
 def test_features_equal_the_library(family):
     added = encoders.increment()
-    for name, factors in ((family, NOTHING), (f"{family} with an increment", added)):
+    for name, factors in ((family, NO_INCREMENT), (f"{family} with an increment", added)):
         actual = encode(*encoder(family), factors)
         assert_allclose(actual, golden()[name], rtol=0, atol=2e-5, err_msg=name)
     moved = np.abs(golden()[name] - golden()[family]).max()

@@ -311,7 +311,7 @@ def test_defaults_for_own_images_are_stated_and_saved(cache, tmp_path):
     assert (setup.config.train.epochs, setup.tasks.planned) == (40, (2, 2))
     assert "training   40 epochs of batches of 6, 2 classes a task\n" in describe(setup)
     assert "input range model" in describe(setup)
-    known = task_stream.Known(setup.tasks.class_checksums, setup.tasks.planned)
+    known = task_stream.LearnedClasses(setup.tasks.class_checksums, setup.tasks.planned)
     add(source, *NEW)
     assert setups.build(config(source, cache, **fields), True, known).tasks.planned == (2, 2, 2, 1)
 
