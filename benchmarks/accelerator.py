@@ -68,6 +68,7 @@ PARTS = {
     "statistics": Part("speed", "statistics", 25),
     "step_fast_large": Part("speed", "training_step", 25, FAST | {"times": 4}),
     "passes": Part("speed", "passes_of_learners", 40),
+    "checkpoints": Part("speed", "checkpoints", 20),
     "learners": Part("speed", "steps_of_learners", 120),
 }
 

@@ -48,6 +48,7 @@ class Program(NamedTuple):
     function: Any
     arguments: tuple[Any, ...]
     images: int
+    counted: bool = True  # False: loops within loops, whose operations the compiler counts once
 
 
 def step(
@@ -87,8 +88,8 @@ def attention_moments(mesh: Mesh, model: Any, batch_size: int, tasks: int, class
     sums = (total, jax.ShapeDtypeStruct((), jnp.float32))
     batch = synthetic.noise(batch_size, variant.image_size, classes, seed=0)
     size = operations.images_together(mesh, batch_size, variant.image_size, variant.patch)
-    arguments = _sharded(mesh, (backbone, kernels, batch, *sums), np.ndarray)
-    return Program(second_moments.add_batch, (precise, size, *arguments), batch_size)
+    arguments = _sharded(mesh, (backbone, kernels, batch, sums), np.ndarray)
+    return Program(second_moments.add_batch, (precise, size, *arguments), batch_size, False)
 
 
 def squared_gradients(mesh: Mesh, model: Any, batch_size: int, tasks: int, classes: int) -> Program:
@@ -104,13 +105,13 @@ def squared_gradients(mesh: Mesh, model: Any, batch_size: int, tasks: int, class
 
     fixed = jax.eval_shape(start, backbone)
     batch = synthetic.noise(batch_size, side, classes, seed=0)
-    arguments = (backbone, *fixed, batch, fixed[0])
-    placed = _sharded(mesh, arguments, np.ndarray)
-    return Program(ewc_lora.add_squared_gradients, (precise, "per_sample", *placed), batch_size)
+    placed = _sharded(mesh, (backbone, *fixed, batch, fixed[0]), np.ndarray)
+    arguments = (precise, "per_sample", *placed)
+    return Program(ewc_lora.add_squared_gradients, arguments, batch_size, False)
 
 
-# Passes before and after a task, by a learner that makes them.
-PASSES = {"inflora": attention_moments, "ewc_lora": squared_gradients}
+# Passes before and after a task, which stand among the names of learners.
+PASSES = {"attention_moments": attention_moments, "squared_gradients": squared_gradients}
 
 
 def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Program:
@@ -221,7 +222,8 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     options = {} if "topologies" in described else {"xla_gpu_enable_triton_gemm": False}
     executable = lowered.compile(compiler_options=options)
     seconds = time.process_time() - clock
-    plan, cost = executable.memory_analysis(), executable.cost_analysis() or {}
+    plan = executable.memory_analysis()
+    cost = executable.cost_analysis() if program.counted else None
     kinds = {"arguments": "argument", "outputs": "output", "aliased": "alias"}
     kinds |= {"temporary": "temp", "program": "generated_code"}
     sizes = {name: getattr(plan, f"{kind}_size_in_bytes") for name, kind in kinds.items()}
@@ -255,10 +257,12 @@ def main() -> None:
     encoder = {"variant": "B/16", "image_size": 224}
     options = measure.parsed(measure.parser_of(__doc__, PROGRAM, **flags, **encoder))
     meshes = [mesh_of(options.target, count) for count in measure.numbers(options, "devices")]
-    names = learners.names(trained=True) if options.learner == "all" else options.learner.split(",")
+    every = (*learners.names(trained=True), *PASSES)
+    names = every if options.learner == "all" else options.learner.split(",")
     names = [] if names == ["none"] else names  # features and scores alone
     for name in names:
-        learners.find(name)
+        if name not in PASSES:
+            learners.find(name)
     sizes, records = measure.numbers(options, "batch_sizes"), []
     if any(size % mesh.size for size in sizes for mesh in meshes):
         raise InputError(
@@ -268,10 +272,10 @@ def main() -> None:
     for mesh in meshes:
         model = synthetic.encoder(options, "fast", mesh=mesh)
         for size in sizes:
-            makers = {name: partial(step, mesh, model, name, size, **STREAM) for name in names}
-            for learner, make_pass in PASSES.items():
-                if learner in names:
-                    makers[make_pass.__name__] = partial(make_pass, mesh, model, size, **STREAM)
+            makers = {}
+            for name in names:
+                make = PASSES.get(name) or partial(step, learner=name)
+                makers[name] = partial(make, mesh, model, batch_size=size, **STREAM)
             makers["extraction"] = partial(extraction, mesh, model, size)
             makers["scoring"] = partial(scoring, mesh, model.variant.width, **STREAM, rows=size)
             for name, make in makers.items():

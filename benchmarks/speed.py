@@ -6,6 +6,7 @@ by those of a large product in the same process.
 """
 
 import json
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from fdc_jax.features.extraction import Extractor
 from fdc_jax.learners import ewc_lora
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.machine import devices
+from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.model import vit
 
 GIB = 2**30
@@ -134,6 +136,44 @@ def passes_of_learners(options: Any) -> Iterator[Any]:
         seconds = measure.paced(options, call)
         more = {"compile_seconds": compilation[0]}
         yield row(f"{what}, batch {options.batch_size}", seconds, options.batch_size) | more
+
+
+def checkpoints(options: Any) -> Iterator[Any]:
+    """Yields the time for which a checkpoint within a task stops training, and until it is written.
+
+    The learners keep increments of 20 tasks, and all parameters beside a Gaussian of every class.
+    """
+    model, tasks = synthetic.encoder(options, "fast"), 2 if measure.is_trial(options) else 20
+    backbone = synthetic.parameters(model, options.image_size)
+    rng = np.random.default_rng(0)
+    for name in ("cumulative_lora", "slca"):
+        learner, update, _ = synthetic.learning(name, model, (10,) * tasks)
+        state = learner.initial_state()
+        _, trained = learner.start_task(backbone, state, 0, jax.random.key(0))
+        tree = {"state": state, "trained": trained, "optimizer": update.initialise(trained)}
+
+        def noise(leaf):  # zeros would be compressed
+            values = rng.standard_normal(leaf.shape, np.float32)
+            return jnp.asarray(values) if isinstance(leaf, jax.Array) else values
+
+        tree = devices.replicate(learner.setup.mesh, jax.tree.map(noise, tree))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / 2**20
+        stops, writes = [], []
+        with tempfile.TemporaryDirectory(dir=options.output) as folder:
+            store = Checkpoints(folder)
+            for number in range(6):
+                _, stopped = measure.timed(partial(store.save, number, {}, tree, {}))
+                _, written = measure.timed(store.wait)
+                stops.append(stopped)
+                writes.append(stopped + written)
+        for what, seconds in (("stops training", stops), ("is written", writes)):
+            repeats = np.stack(seconds[1:])
+            medians = measure.named(np.median(repeats, axis=0)) | {"all": repeats.tolist()}
+            yield {
+                "what": f"checkpoint of {name}, {size:.0f} MiB, {what}",
+                "milliseconds": 1e3 * medians["clock"],
+                "seconds": medians,
+            }
 
 
 def encoders(options: Any, precision: str, size: int) -> Any:

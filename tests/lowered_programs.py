@@ -106,5 +106,8 @@ if __name__ == "__main__":
     for platform in PLATFORMS:
         program = ahead_of_time.extraction(mesh, model_for(platform), BATCH)
         check_products(lowered(program, platform), f"extraction, {platform}")
+        for make_pass in ahead_of_time.PASSES.values():
+            program = make_pass(mesh, model_for(platform), BATCH, TASKS, CLASSES)
+            assert lowered(program, platform)
         assert lowered(ahead_of_time.scoring(mesh, VARIANT.width, TASKS, CLASSES, BATCH), platform)
     print("no program surprises")

@@ -73,11 +73,9 @@ class Extractor:
             poll: called before every batch; raises to stop.
         """
         watch = devices.Stopwatch()
-        parts: list[list[Any]] = [[np.zeros((0, self._width), np.float32)] for _ in views]
-        for features in self.stream(backbone, views, batches, poll):
-            for rows, part in zip(parts, features, strict=True):
-                rows.append(part)
-        by_view = [np.concatenate(rows) for rows in parts]
+        none = [np.zeros((0, self._width), np.float32)] * len(views)
+        parts = [none, *self.stream(backbone, views, batches, poll)]
+        by_view = [np.concatenate(rows) for rows in zip(*parts, strict=True)]
         seconds = watch.read().seconds / len(views)
         return [Extraction(features, seconds) for features in by_view]
 

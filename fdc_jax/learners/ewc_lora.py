@@ -123,24 +123,23 @@ def add_squared_gradients(model, fisher, backbone, kernels, head, class_mask, ba
 
     The gradient with respect to A B is that with respect to the kernel.
     """
+    power = 2 if fisher == "per_sample" else 1
 
-    def mean_loss(kernels, part):
-        features = model.apply({"params": backbone}, part.images, kernels)
-        return training.cross_entropy(head.logits(features), part, class_mask)
+    def loss(kernels, image, label):
+        batch = Batch(image[None], label[None], np.ones(1, np.float32))
+        features = model.apply({"params": backbone}, batch.images, kernels)
+        return training.cross_entropy(head.logits(features), batch, class_mask)
 
-    def image_loss(kernels, image, label):
-        return mean_loss(kernels, Batch(image[None], label[None], np.ones(1, np.float32)))
-
-    def add_images(total, part):
-        per_image = jax.vmap(jax.grad(image_loss), in_axes=(None, 0, 0))
-        gradients = per_image(kernels, part.images, part.labels)
+    def add_images(sums, part):
+        of_images = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))
+        gradients = of_images(kernels, part.images, part.labels)
         summed = partial(jnp.einsum, "n,nlde->lde", part.weights, precision="highest")
-        return jax.tree.map(lambda sums, g: sums + summed(g**2), total, gradients), None
+        return jax.tree.map(lambda s, g: s + summed(g**power), sums, gradients), None
 
-    if fisher == "batch_mean":
-        gradient, images = jax.grad(mean_loss)(kernels, batch), batch.weights.sum()
-        return jax.tree.map(lambda sums, mean: sums + images * mean**2, total, gradient)
     size = math.gcd(IMAGES_AT_ONCE, len(batch.labels))
     # Every part has images from the whole batch, and so from every device.
     parts = jax.tree.map(lambda leaf: leaf.reshape(size, -1, *leaf.shape[1:]).swapaxes(0, 1), batch)
-    return jax.lax.scan(add_images, total, parts)[0]
+    sums, _ = jax.lax.scan(add_images, jax.tree.map(jnp.zeros_like, total), parts)
+    if fisher == "batch_mean":
+        sums = jax.tree.map(lambda gradient: gradient**2 / batch.weights.sum(), sums)
+    return jax.tree.map(jnp.add, total, sums)

@@ -20,8 +20,6 @@ from fdc_jax.learners import training
 
 # Number of features per class and epoch, and per step; the authors' (SLCA and InfLoRA+CA).
 SAMPLES, BATCH_SIZE = 256, 256
-# Number of tasks whose factors are on the device: those of the next move while one is drawn.
-DRAWS_IN_FLIGHT = 2
 # Limit of the factor on the means of the first task in long streams.
 OLDEST_MEAN_SCALE = 0.9
 
@@ -85,35 +83,24 @@ def fit_task(
 
 
 def draw(
-    key: Array, gaussians: ClassGaussians, samples: int, tasks_done: int
+    key: Array, gaussians: ClassGaussians, samples: int, tasks_done: int | Int[Array, ""]
 ) -> Float[Array, "t c s d"]:
     """Returns `samples` features of each class, zero for later tasks.
 
-    The means of task j of t are multiplied by 0.9 + 0.1 j / t. Beside these features, the device
-    holds the factors of `DRAWS_IN_FLIGHT` tasks.
+    The means of task j of t are multiplied by 0.9 + 0.1 j / t.
     """
-    tasks, classes, width = gaussians.means.shape
-    age = (np.arange(tasks) + 1) / tasks_done
-    scales = (OLDEST_MEAN_SCALE + (1.0 - OLDEST_MEAN_SCALE) * age).astype(np.float32)
+    means, factors = map(jnp.asarray, gaussians)
+    tasks, classes, width = means.shape
+    age = jnp.arange(1.0, tasks + 1) / jnp.asarray(tasks_done, jnp.float32)
+    scaled = (OLDEST_MEAN_SCALE + (1.0 - OLDEST_MEAN_SCALE) * age)[:, None, None] * means
+
+    def draw_task(task, features):
+        normal = jax.random.normal(jax.random.fold_in(key, task), features.shape[1:])
+        spread = jnp.einsum("csd,ced->cse", normal, factors[task], precision="highest")
+        return features.at[task].set(spread + scaled[task][:, None])
+
     features = jnp.zeros((tasks, classes, samples, width))
-    drawn: list[Array] = []
-    for task in range(tasks_done):
-        if task >= DRAWS_IN_FLIGHT:
-            drawn[task - DRAWS_IN_FLIGHT].block_until_ready()
-        factors = np.asarray(gaussians.factors[task])
-        features, done = _draw_task(key, features, np.int32(task), gaussians.means, scales, factors)
-        drawn.append(done)
-    return features
-
-
-@partial(jax.jit, donate_argnums=1)
-def _draw_task(
-    key, features, task, means, scales, factors
-) -> tuple[Float[Array, "t c s d"], Int[Array, ""]]:
-    """Returns the features of all tasks with those of one task drawn, and the task's number."""
-    normal = jax.random.normal(jax.random.fold_in(key, task), features.shape[1:])
-    spread = jnp.einsum("csd,ced->cse", normal, factors, precision=jax.lax.Precision.HIGHEST)
-    return features.at[task].set(spread + scales[task] * means[task][:, None]), task + 0
+    return jax.lax.fori_loop(0, tasks_done, draw_task, features)
 
 
 def cosine_rates(epochs: int, first: float) -> Float[np.ndarray, " e"]:
@@ -127,7 +114,7 @@ def retraining(
     transformation: optax.GradientTransformation,
     rates: Float[np.ndarray, " e"],
 ) -> Callable[..., Any]:
-    """Returns `retrain(heads, gaussians, seen, key) -> heads`, compiled once for all tasks.
+    """Returns `retrain(heads, gaussians, seen, key) -> heads`, one program for all tasks.
 
     Leaves of `heads` lead with [t]; `seen` [t, c] is True for the classes to draw. Every epoch
     draws `SAMPLES` features of each of these classes, and trains on them at the epoch's rate in
@@ -142,8 +129,10 @@ def retraining(
     """
     samples, batch_size = SAMPLES, BATCH_SIZE
 
-    @jax.jit
-    def train_epoch(heads, optimizer_state, drawn, seen, rate, key_of_order):
+    def train_epoch(gaussians, seen, carry, rate_and_key):
+        rate, key = rate_and_key
+        key_of_features, key_of_order = jax.random.split(key)
+        drawn = draw(key_of_features, gaussians, samples, jnp.sum(seen.any(axis=1)))
         slots = seen.size
         total = slots * samples
         features = drawn.reshape(total, -1)
@@ -171,23 +160,20 @@ def retraining(
             return heads, optimizer_state
 
         steps = -(-num_drawn // batch_size)
-        return jax.lax.fori_loop(0, steps, step, (heads, optimizer_state))
+        return jax.lax.fori_loop(0, steps, step, carry), None
+
+    @jax.jit  # one program of all epochs, in which no host waits
+    def train(heads, gaussians, seen, key):
+        epoch = partial(train_epoch, gaussians, seen)
+        epochs = rates, jax.random.split(key, len(rates))
+        return jax.lax.scan(epoch, (heads, transformation.init(heads)), epochs)[0][0]
 
     def retrain(
         heads: Any, gaussians: ClassGaussians, seen: Bool[np.ndarray, "t c"], key: Array
     ) -> Any:
-        tasks_done = int(seen.any(axis=1).sum())
-        # With another sharding of the optimiser's state the second epoch would compile again.
-        heads = jax.tree.map(jnp.asarray, heads)
-        sharding = jax.tree.leaves(heads)[0].sharding
-        heads, optimizer_state = jax.device_put((heads, transformation.init(heads)), sharding)
-        for rate, key_of_epoch in zip(rates, jax.random.split(key, len(rates)), strict=True):
-            key_of_features, key_of_order = jax.random.split(key_of_epoch)
-            drawn = draw(key_of_features, gaussians, samples, tasks_done)
-            heads, optimizer_state = train_epoch(
-                heads, optimizer_state, drawn, seen, rate, key_of_order
-            )
+        heads = train(heads, gaussians, jnp.asarray(seen), key)
         if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(heads)):
+            tasks_done = int(seen.any(axis=1).sum())
             raise TrainingError(
                 f"classifier alignment after task {tasks_done}: expected finite heads, found others"
             )

@@ -82,16 +82,9 @@ def split(mesh: Mesh, tree: Any) -> Any:
 
     def place(leaf):
         leaf = np.asarray(leaf)
-        rows = len(leaf) + -len(leaf) % mesh.size
-
-        def shard(index):
-            part = leaf[index]
-            missing = len(range(*index[0].indices(rows))) - len(part)
-            if not missing:
-                return part
-            return np.concatenate([part, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
-
-        return jax.make_array_from_callback((rows, *leaf.shape[1:]), _split(mesh), shard)
+        if missing := -len(leaf) % mesh.size:
+            leaf = np.concatenate([leaf, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
+        return jax.make_array_from_callback(leaf.shape, _split(mesh), lambda index: leaf[index])
 
     return jax.tree.map(place, tree)
 

@@ -76,6 +76,10 @@ PRECISIONS = {
     "fast": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
 }
 
+# Precision of float32 products in passes for statistics, by the mode of training. A TPU needs half
+# of the time for the second, whose error is far below that of bfloat16.
+STATISTICS = {"parity": jax.lax.Precision.HIGHEST, "fast": jax.lax.Precision.HIGH}
+
 # Values of `Arithmetic.attention`; auto: cudnn, which needs half of the memory, if precision is
 # fast and the devices have it, else xla.
 ATTENTIONS = ("auto", "xla", "cudnn")
@@ -200,7 +204,10 @@ def _adapter_output(x, adapter: Adapter, dropout_key, dropout_rate: float, preci
 
 
 class _Block(nn.Module):
-    """Transformer block with the norms first; it returns the first `kept` tokens (None: all)."""
+    """Transformer block with the norms first.
+
+    It returns the first `kept` tokens (None: all), and the inputs of attention.
+    """
 
     variant: Variant
     arithmetic: Arithmetic
@@ -211,7 +218,6 @@ class _Block(nn.Module):
         variant, arithmetic = self.variant, self.arithmetic
         norm: Any = {"epsilon": variant.epsilon, "dtype": arithmetic.dtype}
         tokens = nn.LayerNorm(name="LayerNorm_0", **norm)(x)
-        self.sow("intermediates", "attention_input", tokens)
         queries = tokens
         if self.kept is not None:
             queries, x = tokens[:, : self.kept], x[:, : self.kept]
@@ -219,10 +225,10 @@ class _Block(nn.Module):
         x = x + attention(queries, tokens, kernels, increments, angles)
         y = nn.LayerNorm(name="LayerNorm_2", **norm)(x)
         out = x + _Mlp(variant, arithmetic, name="MlpBlock_3")(y)
-        if kernels is None or "adapter" not in kernels:
-            return out
-        adapter = kernels["adapter"]
-        return out + _adapter_output(x, adapter, dropout_key, dropout_rate, arithmetic.precision)
+        if kernels is not None and "adapter" in kernels:
+            adapter, precision = kernels["adapter"], arithmetic.precision
+            out += _adapter_output(x, adapter, dropout_key, dropout_rate, precision)
+        return out, tokens
 
 
 class _PositionEmbedding(nn.Module):
@@ -258,6 +264,7 @@ class _Transformer(nn.Module):
 
     variant: Variant
     arithmetic: Arithmetic
+    looped: bool
 
     @nn.compact
     def __call__(self, x, kernels, increments, dropout_key, dropout_rate):
@@ -278,12 +285,24 @@ class _Transformer(nn.Module):
             x = nn.LayerNorm(name="pre_norm", **norm)(x)
         # Number of the last block's tokens that the pooling reads; None: all.
         read = {"token": 1, "prefix": variant.tokens}.get(variant.pooling)
+        trees = kernels, increments, keys  # None trees have no leaves
+        if self.looped:
+            blocks = [self.variables["params"][f"encoderblock_{b}"] for b in range(variant.depth)]
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+
+            def step(x, of_block):
+                parameters, *trees = of_block
+                block = _Block(variant, self.arithmetic, None, parent=None)
+                return block.apply({"params": parameters}, x, angles, dropout_rate, *trees)
+
+            x, inputs = jax.lax.scan(step, x, (stacked, *trees))
+            self.sow("intermediates", "attention_inputs", inputs)
+            return self._pool(x)
         for number in range(variant.depth):
             kept = read if number == variant.depth - 1 else None
-            # None trees have no leaves.
-            of_block = jax.tree.map(lambda leaf, b=number: leaf[b], (kernels, increments, keys))
+            of_block = jax.tree.map(lambda leaf, b=number: leaf[b], trees)
             block = _Block(variant, self.arithmetic, kept, name=f"encoderblock_{number}")
-            x = block(x, angles, dropout_rate, *of_block)
+            x, _ = block(x, angles, dropout_rate, *of_block)
         return self._pool(x)
 
     def _pool(self, x):
@@ -332,6 +351,8 @@ class VisionTransformer(nn.Module):
     input_range: str = "pilot01"  # a key of `INPUT_RANGES`, or `model`
     precision: str = "parity"  # a key of `PRECISIONS`
     attention: str = "xla"  # see `Arithmetic`
+    # True: in float32, with the blocks in a loop, which compiles one of them; for statistics.
+    looped: bool = False
 
     @nn.compact
     def __call__(
@@ -353,6 +374,8 @@ class VisionTransformer(nn.Module):
         """
         variant = self.variant
         dtype, precision = PRECISIONS[self.precision]
+        if self.looped:
+            dtype, precision = jnp.float32, STATISTICS[self.precision]
         arithmetic = Arithmetic(dtype, precision, self.attention)
         moments: Any = (variant.mean, variant.std)
         if self.input_range == "model":
@@ -368,7 +391,7 @@ class VisionTransformer(nn.Module):
             tokens = self.param("cls", nn.initializers.zeros, shape).astype(dtype)
             tokens = jnp.broadcast_to(tokens, (x.shape[0], *shape[1:]))
             x = jnp.concatenate([tokens, x], axis=1)
-        transformer = _Transformer(variant, arithmetic, name="Transformer")
+        transformer = _Transformer(variant, arithmetic, self.looped, name="Transformer")
         return transformer(x, kernels, increments, dropout_key, dropout_rate)
 
 
@@ -441,8 +464,11 @@ def build(
 
 
 def in_float32(model: VisionTransformer) -> VisionTransformer:
-    """Returns the encoder in parity mode, for statistics, without cuDNN's 16-bit attention."""
-    return model.clone(precision="parity", attention="xla")
+    """Returns the encoder for passes over statistics, without cuDNN's 16-bit attention.
+
+    It sows the inputs of every block's key and value projections, [l, n, t, d].
+    """
+    return model.clone(looped=True, attention="xla")
 
 
 def initialise(model: VisionTransformer, image_size: int, key: Array) -> Any:

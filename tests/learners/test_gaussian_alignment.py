@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src.array import ArrayImpl
 
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import gaussian_alignment
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
+from tests.learners.toy import programs_compiled
 
 
 def random_gaussians(seed=0, tasks=3, classes=2, width=4):
@@ -70,7 +72,7 @@ def counting(monkeypatch, samples, batch_size, rates, transformation=None):
     """A training whose "heads" count steps and samples, and add up features, per class."""
 
     def loss(heads, features, labels, weights, seen):
-        sums = jnp.sum(heads["sum"].reshape(6, 4)[labels] * features, axis=1)
+        sums = jnp.sum(heads["sum"].reshape(-1, 4)[labels] * features, axis=1)
         chosen = heads["count"].reshape(-1)[labels] + sums
         return -jnp.sum(weights * chosen) - heads["steps"][0]
 
@@ -96,6 +98,21 @@ def test_an_epoch_meets_every_drawn_feature_once(monkeypatch, batch_size, steps)
     scales = np.array([0.95, 1.0, 1.0])  # The older of two tasks, and the newest.
     expected = 10 * SEEN[:, :, None] * scales[:, None, None] * np.asarray(gaussians.means)
     np.testing.assert_allclose(found["sum"], expected, atol=1e-4)
+
+
+def test_no_task_or_epoch_of_an_alignment_waits_for_the_device(monkeypatch):
+    retrain = counting(monkeypatch, 5, 4, [1] * 7)
+    waits, wait = [], ArrayImpl.block_until_ready
+    monkeypatch.setattr(
+        ArrayImpl, "block_until_ready", lambda array: waits.append(array) or wait(array)
+    )
+    gaussians = random_gaussians(tasks=6)
+    shapes = {"count": (6, 2), "sum": (6, 2, 4), "steps": (6,)}
+    heads = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    with programs_compiled() as programs:
+        retrain(heads, gaussians, np.ones((6, 2), bool), jax.random.key(0))
+    assert not waits
+    assert sum("jit_train" in program for program in programs) == 1
 
 
 def test_every_epoch_draws_anew_at_its_own_rate(monkeypatch):
