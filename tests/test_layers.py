@@ -22,13 +22,13 @@ LIMITS = {
     "calibration": 27_350,
     "data": 14_400,
     "features": 3_480,
-    "learners": 20_160,
+    "learners": 22_660,
     "machine": 7_590,
-    "model": 11_180,
+    "model": 11_460,
     "package": 13_850,
     "paper": 6_080,
     "posthoc": 3_370,
-    "report": 22_730,
+    "report": 22_750,
     "run": 21_890,
 }
 

@@ -1,4 +1,4 @@
-"""InfLoRA+CA: InfLoRA with a joint training of all heads after every task from the second on.
+"""InfLoRA+CA: InfLoRA with joint training of all heads after every task.
 
 Increments, memory and the training of a task are InfLoRA's, number for number. When a task ends, a
 Gaussian is fitted to the features of each of its classes (evaluation preprocessing, E_t); then,
@@ -7,11 +7,12 @@ which stay unchanged. The next alignment starts from the aligned heads.
 
 Authors' code: ridge 1e-4, 256 features per class and epoch in batches of 256, newly drawn in each
 of five epochs, half a cosine wave over them, means of task j after t tasks times 0.9 + 0.1 j / t,
-and logits divided by 0.1 times their mean norm per task. FDC paper: five epochs on later tasks,
-Adam at 5e-3 without decay. Inferred: everything else is as in the authors' code. Left out: on
-CIFAR-100 that code replaces the final norm by a new one and has rank 5. Both presets train tasks by
-Adam, that code by SGD: on CIFAR-100 at 0.01 (head) and 0.001 (increments), a tenth from epoch 18
-on, decay 1e-3; on ImageNet-R at 0.001. A task's pseudo-features follow from its training key alone.
+and logits divided by 0.1 times their mean norm per task in every configuration. FDC paper: five
+epochs on later tasks, Adam at 5e-3 without decay. Inferred: everything else is as in the authors'
+code. Left out: on CIFAR-100 that code replaces the final norm by a new one and has rank 5. Both
+presets train tasks by Adam, that code by SGD: on CIFAR-100 at 0.01 (head) and 0.001 (increments), a
+tenth from epoch 18 on, decay 1e-3; on ImageNet-R at 0.001. A task's pseudo-features follow from its
+training key alone.
 
 E_t and head input are InfLoRA's. The score scale of a task comes from its head after the alignment
 at its own end, since the paper computes it then and mentions no later change of heads; prediction
@@ -61,12 +62,7 @@ class InfLoRACA(InfLoRA):
     paper_row = 5
 
     logit_temperature: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="of normalised logits; 0: no normalisation",
-            extra={"on": {"cifar100": 0.0}},
-        ),
+        float, Meta(ge=0, description="of normalised logits; 0: no normalisation")
     ] = 0.1
 
     def initial_state(self) -> Any:

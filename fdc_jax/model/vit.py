@@ -15,6 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jaxtyping import Array, Float, UInt8
 
 from fdc_jax.errors import InputError
@@ -206,7 +207,7 @@ def _adapter_output(x, adapter: Adapter, dropout_key, dropout_rate: float, preci
 class _Block(nn.Module):
     """Transformer block with the norms first.
 
-    It returns the first `kept` tokens (None: all), and the inputs of attention.
+    It returns the first `kept` tokens (None: all), and the inputs of attention and MLP.
     """
 
     variant: Variant
@@ -228,7 +229,7 @@ class _Block(nn.Module):
         if kernels is not None and "adapter" in kernels:
             adapter, precision = kernels["adapter"], arithmetic.precision
             out += _adapter_output(x, adapter, dropout_key, dropout_rate, precision)
-        return out, tokens
+        return out, {"attention_inputs": tokens, "mlp_inputs": y}
 
 
 class _PositionEmbedding(nn.Module):
@@ -296,7 +297,8 @@ class _Transformer(nn.Module):
                 return block.apply({"params": parameters}, x, angles, dropout_rate, *trees)
 
             x, inputs = jax.lax.scan(step, x, (stacked, *trees))
-            self.sow("intermediates", "attention_inputs", inputs)
+            for name, tokens in inputs.items():
+                self.sow("intermediates", name, tokens)
             return self._pool(x)
         for number in range(variant.depth):
             kept = read if number == variant.depth - 1 else None
@@ -466,7 +468,7 @@ def build(
 def in_float32(model: VisionTransformer) -> VisionTransformer:
     """Returns the encoder for passes over statistics, without cuDNN's 16-bit attention.
 
-    It sows the inputs of every block's key and value projections, [l, n, t, d].
+    It sows the inputs of every block's attention and MLP, [l, n, t, d].
     """
     return model.clone(looped=True, attention="xla")
 
@@ -483,13 +485,39 @@ def parameter_shapes(model: VisionTransformer, image_size: int) -> Any:
     return jax.eval_shape(lambda: initialise(model, image_size, jax.random.key(0)))
 
 
-def pretrained_kernels(params: Any) -> KeyValueKernels:
-    """Returns the key and value kernels of a parameter tree, stacked over blocks."""
+# Layers of a block whose kernels learners update, by name; `qkv` is three layers side by side.
+_ATTENTION = "MultiHeadDotProductAttention_1"
+UPDATED_LAYERS = {
+    "key": ((_ATTENTION, "key"),),
+    "value": ((_ATTENTION, "value"),),
+    "qkv": ((_ATTENTION, "query"), (_ATTENTION, "key"), (_ATTENTION, "value")),
+    "fc1": (("MlpBlock_3", "Dense_0"),),
+}
+
+
+def pretrained_kernels(params: Any, names: tuple[str, ...] = ("key", "value")) -> Any:
+    """Returns kernels [l, d, e] of a parameter tree, stacked over blocks, by name."""
     trunk = params["Transformer"]
     blocks = [trunk[f"encoderblock_{i}"] for i in range(sum("encoderblock" in n for n in trunk))]
 
-    def stack(name):
-        kernels = [block["MultiHeadDotProductAttention_1"][name]["kernel"] for block in blocks]
+    def stack(part, layer):
+        kernels = [block[part][layer]["kernel"] for block in blocks]
         return jnp.stack([kernel.reshape(len(kernel), -1) for kernel in kernels])
 
-    return KeyValueKernels(key=stack("key"), value=stack("value"))
+    stacked = {}
+    for name in names:
+        parts = [stack(*path) for path in UPDATED_LAYERS[name]]
+        stacked[name] = jnp.concatenate(parts, axis=-1)
+    return stacked
+
+
+def with_kernels(params: Any, kernels: Any) -> AllParameters:
+    """Returns a parameter tree with kernels [l, d, e] in place of its own, by name."""
+    flat = traverse_util.flatten_dict(params)
+    for name, stacked in kernels.items():
+        paths = UPDATED_LAYERS[name]
+        for path, kernel in zip(paths, jnp.split(stacked, len(paths), axis=-1), strict=True):
+            for number, of_block in enumerate(kernel):
+                leaf = ("Transformer", f"encoderblock_{number}", *path, "kernel")
+                flat[leaf] = of_block.reshape(flat[leaf].shape)
+    return AllParameters(parameters=traverse_util.unflatten_dict(flat))

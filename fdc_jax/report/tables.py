@@ -128,7 +128,8 @@ def _table(name: str, frame: pd.DataFrame, scope: str = "", numbers: Any = None)
     if "numbers" in frame.index.names and {*frame.index.get_level_values("numbers")} == {"ours"}:
         frame = frame.droplevel("numbers")  # Nothing is compared.
     calibrators = () if numbers is None or numbers.empty else numbers["calibrator"]
-    occurring = {"", *frame.columns, *frame.index.get_level_values(-1), *calibrators}
+    labels = (*frame.index.get_level_values(0), *frame.index.get_level_values(-1))
+    occurring = {"", *frame.columns, *labels, *calibrators}
     note = " ".join(sentence for key, sentence in text["note"].items() if key in occurring)
     return Table(name, text["title"], frame, note, scope, numbers)
 

@@ -20,16 +20,16 @@ def random_moment(seed=0, width=12):
 
 
 @pytest.mark.parametrize("energy", [0.3, 0.9, 1.0])
-def test_drift_resistant_projector(monkeypatch, energy):
+def test_drift_resistant_space(monkeypatch, energy):
     monkeypatch.setattr(lora_subtraction, "ENERGY", energy)
     moment = random_moment()
     values, vectors = np.linalg.eigh(moment)
     order = np.argsort(-values)
     size = next(k for k in range(1, 13) if values[order[:k]].sum() >= energy * values.sum() - 1e-12)
     space = vectors[:, order[:size]]
-    projector, found = lora_subtraction.drift_resistant_projector(moment)
-    assert found == size
-    np.testing.assert_allclose(projector, space @ space.T / np.sqrt(size), atol=1e-12)
+    actual = lora_subtraction.drift_resistant_space(moment)
+    assert actual.shape == (12, size)
+    np.testing.assert_allclose(actual @ actual.T, space @ space.T, atol=1e-12)
 
 
 def reference_adam(gradients, rate, factors):
@@ -121,11 +121,24 @@ def test_spaces_come_from_the_subtracted_encoder(backbone, task):
     np.testing.assert_allclose(of_subtracted[0], of_pretrained[0], atol=1e-5)
     assert np.abs(of_subtracted[1:] - of_pretrained[1:]).max() > 1e-2
     for block, moment in enumerate(toy.float64(of_subtracted)):
-        projector, size = lora_subtraction.drift_resistant_projector(moment)
+        space = lora_subtraction.drift_resistant_space(moment)
+        size = space.shape[1]
         assert 1 <= size < toy.TINY.width
         assert step.designed.space_sizes[2, block] == size
+        projector = space @ space.T / np.sqrt(size)
         np.testing.assert_allclose(step.designed.projector[block], projector, atol=1e-6)
         np.testing.assert_array_equal(step.frozen["projector"], step.designed.projector)
+
+
+def test_projectors_without_normaliser_are_projections(backbone):
+    step = toy.trajectory("lora_subtraction").steps[2]
+    options = {"learner__lora_subtraction__normalised_projector": False}
+    learner = toy.make_learner("lora_subtraction", **options)
+    designed = learner.before_task(backbone, step.before, 2, step.images)
+    projector, sizes = designed.projector, np.sqrt(designed.space_sizes[2])[:, None, None]
+    np.testing.assert_allclose(projector, sizes * step.designed.projector, atol=1e-5)
+    product = np.matmul(projector, projector)
+    np.testing.assert_allclose(product, projector, atol=1e-5)
 
 
 @pytest.mark.parametrize("task", [0, 1])

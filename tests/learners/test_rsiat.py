@@ -143,6 +143,33 @@ def test_warm_up():
     assert [schedule(epoch, 2) for epoch in range(2)] == [(1.0, 1.0), (pytest.approx(0.5), 1.0)]
 
 
+@pytest.mark.parametrize(
+    ("benchmark", "scale", "width"), [("cifar100", 40.0, 256), ("imagenet_a", 30.0, 128)]
+)
+def test_native_constants_follow_the_benchmark(benchmark, scale, width):
+    """Of the authors' files; an option that was set stays, and the protocol has ImageNet-A's."""
+    fields = {f"learner__rsiat__{name}": value for name, value in DEFAULTS.items()}
+    fields |= {"benchmark": benchmark, "learner__rsiat__margin": 0.7}
+    native = toy.make_learner("rsiat", learner__preset="native", **fields)
+    assert (native.scale, native.margin, native.projector_width) == (scale, 0.7, width)
+    protocol = toy.make_learner("rsiat", **fields)
+    assert (protocol.scale, protocol.projector_width) == (30.0, 128)
+
+
+DEFAULTS = {"scale": 30.0, "projector_width": 128}
+
+
+def test_a_projector_without_rate_stays(backbone):
+    """Adam's branch of the authors' code never trains it."""
+    learner = toy.make_learner("rsiat", learner__rsiat__projector_rate=0.0)
+    step, update = toy.trajectory("rsiat").steps[1], learner.update()
+    batch, trained = toy.make_batch(10, size=6, classes=3), toy.copy(step.started)
+    started = update.initialise(trained)
+    trained, _, _ = update.step(backbone, step.frozen, trained, started, batch, (100.0, 1.0))
+    toy.assert_equal(trained["projector"], step.started["projector"])
+    assert np.abs(trained["head"] - step.started["head"]).max() > 1e-3
+
+
 def test_earlier_means_drift(run):
     for task, step in enumerate(run.steps):
         images, _ = toy.shown(step.images.plain())
@@ -231,7 +258,7 @@ def test_calibration_against_its_formula(one_batch, monkeypatch, preset):
     decay = 0.3 if preset == "native" else 0.0
     monkeypatch.setattr(rsiat, "CALIBRATION_RATE", 0.5)
     monkeypatch.setattr(rsiat, "CALIBRATION_EPOCHS", 4)
-    monkeypatch.setitem(rsiat.NATIVE_RATES, "imagenet_a", (0.5, decay, 0.0, 0.0))
+    monkeypatch.setitem(rsiat.NATIVE_RATES, "imagenet_a", (0.5, decay, 0.0))
     learner = toy.make_learner("rsiat", learner__preset=preset, learner__rsiat__scale=5.0)
     gaussians = gaussian_alignment.empty(3, 3, toy.TINY.width)
     gaussians = gaussians._replace(means=toy.random_like(gaussians.means, 0, 1.0))

@@ -62,6 +62,16 @@ def test_loss_and_gradients_in_float64(backbone):
         np.testing.assert_allclose(toy.inner(gradients, direction), found, rtol=2e-3)
 
 
+def test_kept_magnitudes_go_on_from_the_last_task(backbone):
+    learner = toy.make_learner("sd_lora", learner__sd_lora__keep_magnitudes=True)
+    state = random_state(learner, 2)
+    for task in range(3):
+        _, trained = learner.start_task(backbone, state, task, jax.random.key(0))
+        expected = np.full(3, 0.8, np.float32)
+        expected[:task] = state.magnitudes[task - 1, :task]
+        np.testing.assert_array_equal(trained["magnitudes"], expected)
+
+
 def test_a_direction_of_zeros_is_no_quotient_of_zeros():
     directions = sd_lora._directions(toy.make_learner("sd_lora").initial_state().increments, 2)
     for part in toy.PARTS:

@@ -45,12 +45,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lora_subtraction": dict(triplet_weight=0.7, margin=1.5),
     "loda": dict(margin=0.15),
     "slca": dict(encoder_rate=0.03, head_rate=0.2, logit_temperature=0.4),
+    "e2_lora": dict(encoder_rate=0.03, head_rate=0.02, distillation_weight=0.6),
     "rsiat": dict(scale=4.0, margin=0.3, steering_weight=0.7, projector_width=7)
     | dict(separation_weight=1.5, separation_threshold=0.2)
     | dict(alignment_weight=0.9, repulsion_weight=2.0),
 }
 # Factors on the learning rates that make a few steps visible.
 RATES: dict[str, Any] = {"rsiat": (100.0, 1.0), "inflora_ca": 10, "splitlora": 400, "slca": 10}
+RATES["e2_lora"] = 100
 RATE = 100.0
 
 
@@ -185,9 +187,12 @@ def trajectory(name: str) -> Trajectory:
         for task, classes in enumerate(setup.classes_per_task):
             images = images_of(task, classes)
             designed = learner.before_task(backbone, state, task, images)
-            frozen, trained = learner.start_task(backbone, designed, task, jax.random.key(task))
+            started = learner.start_task(backbone, designed, task, jax.random.key(task))
+            # As in a run: arrays on other devices, or free to move, would compile a step again.
+            frozen, trained = devices.replicate(setup.mesh, started)
             snapshots.append(jax.tree.map(np.array, (designed, frozen)))
-            started, progress = jax.tree.map(np.array, trained), update.initialise(trained)
+            started = jax.tree.map(np.array, trained)
+            progress = devices.replicate(setup.mesh, update.initialise(trained))
             for batch in augmented_of(task, classes):
                 trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
             after = learner.after_task(backbone, designed, task, frozen, trained, images)

@@ -56,12 +56,14 @@ def features(
     updates=None,
     adapter=None,
     attention_inputs=None,
+    mlp_inputs=None,
 ):
     """Returns the class token after the final norm: Dosovitskiy et al. (2021), Eqs. 1-4.
 
     Every token passes through every block. `updates[part][block]` [d, d] is added to the key or
     value kernel. `adapter[leaf][block]` acts on what the attention leaves, beside the MLP.
-    `attention_inputs[block]`, a list, gets the tokens that enter a block's attention, by image.
+    `attention_inputs[block]`, a list, gets the tokens that enter a block's attention, by image;
+    `mlp_inputs[block]` those that enter its MLP.
     """
     p = float64(params)
     width, heads, size = variant.width, variant.heads, variant.patch
@@ -96,8 +98,10 @@ def features(
             out = attention["out"]["kernel"].reshape(width, width)
             z = z + np.concatenate(mixed, 1) @ out + attention["out"]["bias"]
             mlp = block["MlpBlock_3"]
-            hidden = _layer_norm(z, block["LayerNorm_2"]) @ mlp["Dense_0"]["kernel"]
-            hidden = hidden + mlp["Dense_0"]["bias"]
+            x = _layer_norm(z, block["LayerNorm_2"])
+            if mlp_inputs is not None:
+                mlp_inputs[number].append(x)
+            hidden = x @ mlp["Dense_0"]["kernel"] + mlp["Dense_0"]["bias"]
             hidden = hidden * (1 + erf(hidden / math.sqrt(2))) / 2
             beside = 0.0
             if adapter is not None:
