@@ -51,7 +51,8 @@ class Point(NamedTuple):
         """
         images, classes = self.of_task(task)
         first = sum(self.of_task(earlier)[1] for earlier in range(task))
-        rng, rows = np.random.default_rng(task), np.arange(images) % classes
+        rng = np.random.default_rng(task)
+        rows = np.arange(images) % classes
         centres = 0.2 * rng.standard_normal((classes, self.width), np.float32)
         strong = max(1, self.width // 8)
         weak = 0.25 * strong / max(1, self.width - strong)
@@ -86,10 +87,12 @@ def fit_and_score(point: Point, method: str, repeats: int, put: Any = np.asarray
     _, finalize = measure.timed(calibrator.finalize)
     record = {**point._asdict(), "method": method, "storage_bytes": calibrator.storage_bytes}
     if method == "fdc":
-        residuals = sum(u.nbytes for view in calibrator.foreign for u in view)
-        ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
-        record |= {"foreign_residual_bytes": residuals, "mean_rank": float(np.mean(ranks))}
-    data, score = point.features(0), {}
+        residuals = sum(u.nbytes for u in itertools.chain(*calibrator.foreign))
+        views = itertools.chain(*(task.views for task in calibrator.tasks))
+        record["foreign_residual_bytes"] = residuals
+        record["mean_rank"] = float(np.mean([len(view.basis) for view in views]))
+    data = point.features(0)
+    score = {}
     for size in BATCHES:
         batch: Any = [
             view if view is None else put(np.resize(view, (size, point.width)))
@@ -111,7 +114,8 @@ def fit_and_score(point: Point, method: str, repeats: int, put: Any = np.asarray
 
 def line(result: dict[str, Any]) -> str:
     """Returns a result as a line of text."""
-    fit, score = result["fit_seconds"], result["score_milliseconds"]["64"]
+    fit = result["fit_seconds"]
+    score = result["score_milliseconds"]["64"]
     point = ", ".join(f"{name} {result[name]}" for name in ("method", *Point._fields))
     return (
         f"{point}: fit {fit['clock']:.1f} s ({fit['processor']:.1f} s of the processor), score of "

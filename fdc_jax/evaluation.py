@@ -19,7 +19,6 @@ from msgspec import Meta
 from numpy.typing import ArrayLike
 
 from fdc_jax.calibration import FDC, METHODS, Scores
-from fdc_jax.calibration.confidence import of_labels
 from fdc_jax.errors import CONTROL, InputError
 
 TITLES = {FDC.name: METHODS[FDC.name].title, "oracle": "task given"}  # in lines of text
@@ -203,7 +202,7 @@ def measure(
         measures.routing_accuracy[name] = part.routing_accuracy
         measures.task_accuracy[name] = task_accuracies(tasks, right)
         if probabilities is not None:
-            stated = of_labels(probabilities, of.classes, of.label)
+            stated = probabilities.max(axis=1)  # of the predicted class
             measures.calibration_error[name] = calibration_error(stated, right)
             measures.chance_calibration_error[name] = chance_calibration_error(stated)
     if "raw" in scores:

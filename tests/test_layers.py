@@ -19,13 +19,13 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 27_350,
+    "calibration": 26_930,
     "data": 14_400,
     "features": 3_480,
     "learners": 22_660,
     "machine": 7_590,
     "model": 11_460,
-    "package": 13_850,
+    "package": 13_840,
     "paper": 6_080,
     "posthoc": 3_370,
     "report": 22_750,
@@ -73,7 +73,7 @@ def test_rooms_stay_within_their_sizes():
 
 def test_algorithm_1_stays_readable():
     paths = [PACKAGE / "calibration" / f"{name}.py" for name in ("fdc", "compiled", "statistics")]
-    assert sum(map(count_tokens, paths)) <= 6_015
+    assert sum(map(count_tokens, paths)) <= 6_000
     assert len(paths[0].read_text("utf-8").splitlines()) <= 480
 
 

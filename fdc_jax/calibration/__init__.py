@@ -84,10 +84,9 @@ def make(name: str, **settings: Any) -> Calibrator:
         InputError: no calibrator has this name or such a setting, or a setting is out of range.
     """
     method = find(name)
-    known = dict.fromkeys(key for other in METHODS.values() for key in other.settings)
     for key in settings:
-        if key not in known:
-            raise InputError(did_you_mean("setting of a calibrator", key, known))
+        if key not in _FDC + _RANDOM:
+            raise InputError(did_you_mean("setting of a calibrator", key, _FDC + _RANDOM))
     return method.make(**{key: settings[key] for key in method.settings if key in settings})
 
 

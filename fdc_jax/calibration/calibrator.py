@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,7 +44,7 @@ class Scores:
     def label_in_task(self, task: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """Returns the label of each sample that its true `task` predicts (paper, Given Task ID)."""
         task = np.asarray(task)
-        first = np.cumsum([0] + [len(rows) for rows in self.classes])
+        first = np.cumsum([0, *map(len, self.classes)])
         local = self.local_class[np.arange(len(task)), task]
         return np.concatenate(self.classes)[first[task] + local]
 
@@ -54,12 +53,19 @@ def best_by_task(
     scores: Float[np.ndarray, "n classes"], classes: Sequence[Int[np.ndarray, " c"]]
 ) -> Scores:
     """Returns the largest score within each task as its score, from scores of all classes."""
-    parts = np.split(scores, np.cumsum([len(rows) for rows in classes])[:-1], axis=1)
-    return Scores(
-        np.stack([part.max(axis=1) for part in parts], axis=1),
-        np.stack([part.argmax(axis=1) for part in parts], axis=1).astype(np.int32),
-        classes,
-    )
+    parts = np.split(scores, np.cumsum([*map(len, classes)])[:-1], axis=1)
+    best = np.stack([part.max(axis=1) for part in parts], axis=1)
+    rows = np.stack([part.argmax(axis=1) for part in parts], axis=1)
+    return Scores(best, rows.astype(np.int32), classes)
+
+
+def within_tasks(
+    task_scores: Float[np.ndarray, "n tasks"], logits: Sequence[Float[np.ndarray, "n c"]]
+) -> Float[np.ndarray, "n classes"]:
+    """Returns the score of each task less its largest logit, plus the class's own logit."""
+    pairs = zip(task_scores.T, logits, strict=True)
+    parts = [z - z.max(axis=1, keepdims=True) + score[:, None] for score, z in pairs]
+    return np.concatenate(parts, axis=1)
 
 
 class Calibrator:
@@ -125,11 +131,12 @@ class Calibrator:
         wait = not self.checks_finite
         views, labels = inputs.task_views(adapted, labels, pretrained, task, self.widths, wait)
         head = self._head(head, task, views[0].shape[1])
-        rows = None if head is None else len(head.affine.rows)
-        named, counts = inputs.task_classes(labels, task, rows, classes, self.classes)
+        count = None if head is None else len(head.affine.rows)
+        named, rows = inputs.task_classes(labels, task, count, classes, self.classes)
         names = [inputs.name_of(f"{view} features", task) for view in inputs.VIEWS]
-        checks.warn_of_rows(dict(zip(names, views, strict=False)), labels)
-        self._fit(inputs.TaskInput(task, views, labels, named, counts, head, previous))
+        checks.warn_of_rows(dict(zip(names, views, strict=False)), rows)
+        counts = np.bincount(rows, minlength=len(named))
+        self._fit(inputs.TaskInput(task, views, rows, named, counts, head, previous))
 
     def _fit(self, given: inputs.TaskInput) -> None:
         """Computes the statistics of a task, and calls `_append`; see `fit_task`."""
@@ -216,19 +223,18 @@ class Calibrator:
         """Returns means of classes at unit length, by view; empty if the method has none."""
         return ()
 
-    @cached_property
-    def _sides(self) -> checks.Sides | None:
-        return checks.sides_of(self.unit_means())
-
     def _batch(
         self, adapted: Any, pretrained: Any, needs_pretrained: bool, wait: bool = True
     ) -> list[Any]:
         """Returns the checked features of a batch by view; warns once if views are swapped.
 
-        `wait`: see `inputs.feature_array`.
+        The first, second, fourth, eighth ... batches are compared. `wait`: see
+        `inputs.feature_array`.
         """
         views = inputs.score_views(adapted, pretrained, self.widths, needs_pretrained, wait)
-        if "_swapped" not in vars(self) and checks.warn_of_swapped(views, self._sides):
+        self._batches = getattr(self, "_batches", 0) + 1
+        compared = self._batches.bit_count() == 1 and "_swapped" not in vars(self)
+        if compared and checks.warn_of_swapped(views, self.unit_means):
             self._swapped = True
         return views
 
@@ -237,13 +243,13 @@ class Calibrator:
 
         Of several heads that replace others, `first` is the first one.
         """
-        head, first = as_head(head), as_head(first)
+        head = as_head(head)
         part = "head" if first is None else "final head"
-        if head is None and self.needs_heads:
-            raise inputs.missing(part, task, self.name)
         if head is None:
+            if self.needs_heads:
+                raise inputs.missing(part, task, self.name)
             return None
-        known = [other for other in (first, *self.heads, head) if other is not None]
+        known = [other for other in (as_head(first), *self.heads, head) if other is not None]
         return inputs.checked_head(head, part, task, width, known[0])
 
     def _append(
@@ -267,7 +273,8 @@ def weak_head(given: inputs.TaskInput, predicted: Int[np.ndarray, " n"] | None) 
     The least accuracy is 3 / c, three times chance; with fewer than five classes (1 + 1 / c) / 2,
     half way from chance to certainty.
     """
-    count, rows = len(given.classes), given.rows
+    count = len(given.classes)
+    rows = given.rows
     if predicted is None:
         some = inputs.evenly_spaced(np.arange(len(rows)), SAMPLES)
         predicted = given.head.logits(inputs.float32(given.views[0][some])).argmax(axis=1)
@@ -275,6 +282,6 @@ def weak_head(given: inputs.TaskInput, predicted: Int[np.ndarray, " n"] | None) 
     accuracy = float(np.mean(predicted == rows))
     if count == 1 or accuracy >= min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
         return ""
-    name, chance = inputs.name_of("head", given.task), 100 / count
+    name = inputs.name_of("head", given.task)
     text = f"{name}: accuracy {100 * accuracy:.1f}% on the task's own training samples"
-    return f"{text} (chance {chance:.1f}%). It was hardly trained"
+    return f"{text} (chance {100 / count:.1f}%). It was hardly trained"

@@ -6,7 +6,7 @@ give no warning. Features on a device stay there, unchecked.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,17 +44,19 @@ def compared_rows(labels: Int[np.ndarray, " n"]) -> Int[np.ndarray, " m"]:
 
 def explained(features: Float[np.ndarray, "m d"], labels: Int[np.ndarray, " m"]) -> Explained:
     """Returns the share of the variance of features that lies between the classes."""
-    centred = features.astype(np.float64) - features.mean(axis=0, dtype=np.float64)
-    total = float(np.square(centred).sum())
+    centred = features - features.mean(axis=0, dtype=np.float64)
+    centred = inputs.float32(centred / max(np.linalg.norm(centred), 1e-300))
     _, columns, counts = np.unique(labels, return_inverse=True, return_counts=True)
     members = (columns == np.arange(len(counts))[:, None]) / np.sqrt(counts)[:, None]
+    members = inputs.float32(members)
     random = np.random.default_rng(0)
     orders = [np.arange(len(columns))]
     orders += [np.argsort(random.permutation(len(columns))) for _ in range(ORDERS)]
     means = np.concatenate([members[:, order] for order in orders]) @ centred
-    shares = np.square(means).reshape(len(orders), -1).sum(axis=1) / max(total, 1e-300)
-    mean, deviation = float(np.mean(shares[1:])), float(np.std(shares[1:]))
-    return Explained(shares[0], mean, (shares[0] - mean) / max(deviation, 1e-9))
+    share, *random_shares = np.square(means).reshape(len(orders), -1).sum(axis=1)
+    expected = float(np.mean(random_shares))
+    deviation = max(float(np.std(random_shares)), 1e-9)
+    return Explained(share, expected, (share - expected) / deviation)
 
 
 def on_device(arrays: Iterable[Any]) -> bool:
@@ -88,36 +90,31 @@ def warn_of_rows(named: Mapping[str, Any], labels: Int[np.ndarray, " n"]) -> Non
             )
 
 
-class Sides(NamedTuple):
-    """Means of classes at unit length, in both views."""
-
-    both: Float[np.ndarray, "c d"]  # adapted plus pretrained
-    difference: Float[np.ndarray, "c d"]
-    squares: Float[np.ndarray, " c"]  # squared lengths of `both`
-
-
-def sides_of(means: Sequence[Float[np.ndarray, "c d"]]) -> Sides | None:
-    """Returns `Sides` of means by view, or None unless there are two views of one width."""
-    if len(means) < 2 or means[0].shape != means[1].shape:
-        return None
-    both = means[0] + means[1]
-    return Sides(both, means[0] - means[1], np.square(both).sum(axis=1))
-
-
-def swapped_share(views: Sequence[Float[np.ndarray, "n d"]], means: Sides) -> float:
+def swapped_share(
+    views: Sequence[Float[np.ndarray, "n d"]], means: Sequence[Float[np.ndarray, "c d"]]
+) -> float:
     """Returns the share of rows whose views differ in the opposite direction of their class's.
 
-    The class is the one with the nearest sum of both views, which swapping does not change.
+    `means` are those of classes at unit length, by view. The class of a row is the one with the
+    nearest sum of both views, which swapping does not change.
     """
-    adapted, pretrained = (unit(view) for view in views)
-    nearest = (means.squares - 2.0 * (adapted + pretrained) @ means.both.T).argmin(axis=1)
-    along = ((adapted - pretrained) * means.difference[nearest]).sum(axis=1)
+    adapted, pretrained = map(unit, views)
+    both = means[0] + means[1]
+    squares = np.square(both).sum(axis=1)
+    nearest = (squares - 2.0 * (adapted + pretrained) @ both.T).argmin(axis=1)
+    along = ((adapted - pretrained) * (means[0] - means[1])[nearest]).sum(axis=1)
     return float(np.mean(along < 0))
 
 
-def warn_of_swapped(views: Sequence[Any], means: Sides | None) -> bool:
-    """Warns if the views of a batch are swapped; returns True if it has warned."""
-    if means is None or len(views) < 2 or len(views[0]) < FEWEST or on_device(views):
+def warn_of_swapped(views: Sequence[Any], unit_means: Callable[[], Sequence[np.ndarray]]) -> bool:
+    """Warns if the views of a batch are swapped; returns True if it has warned.
+
+    `unit_means` returns means of classes at unit length, by view.
+    """
+    if len(views) < 2 or len(views[0]) < FEWEST or on_device(views):
+        return False
+    means = unit_means()
+    if len(means) < 2 or means[0].shape != means[1].shape:
         return False
     rows = inputs.evenly_spaced(np.arange(len(views[0])), ROWS)
     some = [inputs.float32(inputs.host_array(view, "features")[rows]) for view in views]

@@ -10,7 +10,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Float
 
-from fdc_jax.calibration.shapes import padded
+from fdc_jax.calibration.shapes import row_slices
 from fdc_jax.heads import products, unit
 
 # Rows of a block: few shapes occur, whatever the number of rows.
@@ -46,15 +46,14 @@ class Blocks:
         if isinstance(self.features, jax.Array) and len(self.features):
             for start in jax.device_put([*map(np.int32, self.starts)]):
                 yield _cut(self.features, start, self.shards, self.rows)
-        else:
-            yield from map(jax.device_put, self._split())
-
-    def _split(self) -> Iterator[Float[np.ndarray, "rows d"]]:
+            return
         count, width = self.features.shape
         by_shard = self.features.reshape(self.shards, count // self.shards, width)
         for start in self.starts:
-            parts = np.asarray(by_shard[:, start : start + self.rows], np.float32)
-            yield np.concatenate([padded(part, self.rows) for part in parts])
+            block = np.zeros((self.shards, self.rows, width), np.float32)
+            rows = by_shard[:, start : start + self.rows]
+            block[:, : rows.shape[1]] = rows
+            yield jax.device_put(block.reshape(-1, width))
 
     def gather(self, results: Sequence[Any]) -> Any:
         """Merges the results of all blocks into trees of host arrays [n, ...] without padding."""
@@ -63,7 +62,7 @@ class Blocks:
         def whole(*parts):
             by_shard = [part.reshape(self.shards, -1, *part.shape[1:]) for part in parts]
             joined = np.concatenate(by_shard, axis=1)[:, : count // self.shards]
-            return joined.reshape(count, *parts[0].shape[1:])
+            return joined.reshape(count, *joined.shape[2:])
 
         return jax.tree.map(whole, *jax.device_get(results))
 
@@ -84,8 +83,8 @@ def map_blocks(function: Callable[..., Any], *blocks: Blocks) -> list[Any]:
     results: list[Any] = []
     for parts in zip(*blocks, strict=True):
         results.append(function(*parts))
-        if mapped and len(results) >= IN_MEMORY:
-            jax.block_until_ready(results[-IN_MEMORY])
+        if mapped:
+            jax.block_until_ready(results[-IN_MEMORY:][0])
     return results
 
 
@@ -101,6 +100,8 @@ def _cut(features: Float[Array, "n d"], start: Any, shards: int, rows: int) -> A
 # Shares of the variance that differ by less are equal but for rounding of float32, and variances of
 # less than this share of the largest one are zero.
 ROUNDING = 1e-6
+# Rows of a scatter matrix that are computed together.
+TILE = 192
 
 
 def centred(features: Any, rows: Any, mean: Any) -> Float[Array, "n d"]:
@@ -117,25 +118,30 @@ def principal(
     host decomposes the scatter, since XLA compiles `eigh` for a TPU for minutes; it saves time if
     the number of directions is `near`.
     """
-    if max(shares) > 1.0 - ROUNDING or len(view.features) < len(mean):
+    width = len(mean)
+    if max(shares) > 1.0 - ROUNDING or len(view.features) < width:
         return _principal_in_float64(view, shares)
-    centre, total = jax.device_put((mean, np.zeros((len(mean), len(mean)), np.float32)))
+    matrix = np.zeros((width, width), np.float32)
+    slices = row_slices(width, TILE)
+    # Tiles below the diagonal are not computed.
+    centre, tiles = jax.device_put((mean, [matrix[tile, tile.start :] for tile in slices]))
     for block, own in zip(view, rows, strict=True):
-        total = _scatter(total, block, own, centre)
+        tiles = _scatter(tiles, block, own, centre)
         if view.mapped:
-            jax.block_until_ready(total)
-    matrix = jax.device_get(total)
+            jax.block_until_ready(tiles)
+    for tile, part in zip(slices, jax.device_get(tiles), strict=True):
+        matrix[tile, tile.start :] = part
+        matrix[tile.start :, tile] = part.T
     total = matrix.trace()
-    last = len(matrix) - 1
-    first = max(last - 5 * near // 4 - 16, 0)
-    variances, vectors = scipy.linalg.eigh(matrix, subset_by_index=(first, last))
+    first = max(width - 5 * near // 4 - 17, 0)
+    variances, vectors = scipy.linalg.eigh(matrix, subset_by_index=(first, width - 1))
     if variances[16:].sum() < max(shares) * total:
         variances, vectors = scipy.linalg.eigh(matrix, driver="evd")
-    directions = vectors.T[::-1]
+    directions = vectors.T[::-1].copy()
     rounding = ROUNDING * variances[-1]
-    ranks = retained_ranks(variances[::-1], total, rounding, shares, len(view.features))
+    ranks = retained_ranks(variances, total, rounding, shares, len(view.features))
     for rank in ranks:
-        directions = _separated(directions, matrix, rank)
+        _separate(directions, matrix, rank)
     return [directions[:rank] for rank in ranks]
 
 
@@ -146,16 +152,16 @@ def retained_ranks(
     shares: Sequence[float],
     count: int,
 ) -> list[int]:
-    """Returns how many of descending variances have each share of a total.
+    """Returns how many of the last, ascending variances have each share of a total.
 
     They are at most those above `rounding`, and one less than the `count` of samples.
     """
     most = min(count - 1, int((variances > rounding).sum()))
-    reached = np.cumsum(variances, dtype=float)
+    reached = np.cumsum(variances[::-1], dtype=float)
     ranks = []
     for share in shares:
-        rank = int((reached < (share - ROUNDING) * total).sum()) + 1
-        ranks.append(most if share > 1.0 - ROUNDING else min(rank, most))
+        enough = (share - ROUNDING) * total if share <= 1.0 - ROUNDING else np.inf
+        ranks.append(min(int((reached < enough).sum()) + 1, most))
     return ranks
 
 
@@ -170,27 +176,26 @@ def _principal_in_float64(view: Blocks, shares: Sequence[float]) -> list[Float[n
     few = len(near) < near.shape[1]
     variances, vectors = scipy.linalg.eigh(near @ near.T if few else near.T @ near)
     directions = (near.T @ vectors if few else vectors).T[::-1]
-    rounding = np.finfo(np.float32).eps ** 2 * np.square(features).sum()
-    ranks = retained_ranks(variances[::-1], variances.sum(), rounding, shares, len(features))
-    return [unit(directions[:rank]).astype(np.float32) for rank in ranks]
+    rounding = 2.0**-46 * np.square(features).sum()
+    ranks = retained_ranks(variances, variances.sum(), rounding, shares, len(features))
+    return [np.ascontiguousarray(unit(directions[:rank]), np.float32) for rank in ranks]
 
 
-def _separated(
-    vectors: Float[np.ndarray, "k k"], matrix: Float[np.ndarray, "k k"], count: int
-) -> Float[np.ndarray, "k k"]:
-    """Returns eigenvectors as rows, up to 16 on each side of row `count` recomputed in float64.
+def _separate(
+    vectors: Float[np.ndarray, "k d"], matrix: Float[np.ndarray, "d d"], count: int
+) -> None:
+    """Replaces up to 16 eigenvectors on each side of row `count` by those in float64.
 
     Eigenvectors of nearly equal eigenvalues mix in float32: kept directions with discarded ones.
     """
     some = slice(max(count - 16, 0), count + 16)
     near = vectors[some].astype(float)
     turn = scipy.linalg.eigh(near @ matrix.astype(float) @ near.T, near @ near.T)[1]
-    separated = vectors.copy()
-    separated[some] = turn.T[::-1] @ near
-    return separated
+    vectors[some] = turn.T[::-1] @ near
 
 
 @partial(jax.jit, donate_argnums=0)
-def _scatter(total: Any, features: Any, rows: Any, mean: Any) -> Float[Array, "d d"]:
-    near = centred(features, rows, mean)
-    return total + products(near.T, near.T)
+def _scatter(tiles: Any, features: Any, rows: Any, mean: Any) -> list[Array]:
+    near = centred(features, rows, mean).T
+    pairs = zip(tiles, row_slices(len(near), TILE), strict=True)
+    return [total + products(near[tile], near[tile.start :]) for total, tile in pairs]

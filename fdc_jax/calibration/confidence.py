@@ -10,7 +10,6 @@ sums over held-out images are kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -73,15 +72,3 @@ def held_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     starts = np.repeat(np.cumsum(counts) - counts, counts)
     index[np.argsort(rows, kind="stable")] = np.arange(len(rows)) - starts
     return (index % EVERY == 0) & (counts[rows] > 1)
-
-
-def of_labels(
-    probabilities: Float[np.ndarray, "n classes"],
-    classes: Sequence[Int[np.ndarray, " c"]],
-    labels: Int[np.ndarray, " n"],
-) -> Float[np.ndarray, " n"]:
-    """Returns the probability of the label of each row."""
-    column_labels = np.concatenate(classes)
-    order = np.argsort(column_labels)
-    columns = order[np.searchsorted(column_labels, labels, sorter=order)]
-    return probabilities[np.arange(len(labels)), columns]

@@ -20,6 +20,7 @@ import scipy.linalg
 from jaxtyping import Float, Int
 
 from fdc_jax.calibration.inputs import BLOCK_ROWS, evenly_spaced, float32
+from fdc_jax.calibration.shapes import row_slices
 
 # Candidates of lambda; with the last one the map is a shift.
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, np.inf)
@@ -60,16 +61,19 @@ def fit_map(
         classes: class of each image. With fewer than two, the map has no `class_errors`.
     """
     count, width = before.shape
-    blocks = [slice(start, start + BLOCK_ROWS) for start in range(0, count, BLOCK_ROWS)]
-    mean, target = (
-        sum(transform(view[rows]).sum(axis=0, dtype=np.float64) for rows in blocks) / count
-        for view in (before, after)
-    )
+    blocks = row_slices(count, BLOCK_ROWS)
+
+    def mean_of(view: np.ndarray) -> Float[np.ndarray, " d"]:
+        sums = [transform(view[rows]).sum(axis=0, dtype=np.float64) for rows in blocks]
+        return sum(sums) / count
+
+    mean = mean_of(before)
+    target = mean_of(after)
 
     def centred(rows: slice | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns Xc and R of the images in `rows`."""
-        old, new = transform(before[rows]) - float32(mean), transform(after[rows]) - float32(target)
-        return old, new - old
+        old = transform(before[rows]) - float32(mean)
+        return old, transform(after[rows]) - float32(target) - old
 
     chosen = evenly_spaced(np.arange(count), LEFT_OUT)
     old, changes = centred(chosen)
@@ -85,7 +89,8 @@ def fit_map(
     # Ridge regression with any lambda, in scaled principal coordinates z of Xc: a row z predicts
     # z diag(gains) Z' R. In float64, since the errors below are divided by small differences.
     values, columns = np.linalg.eigh(gram.astype(np.float64))
-    vectors, level = columns.astype(np.float32), float(np.trace(gram)) / width or 1.0
+    vectors = columns.astype(np.float32)
+    level = float(np.trace(gram)) / width or 1.0
     energies = (np.maximum(values, 0.0) / level).astype(np.float32)
     gains = 1.0 / (energies + np.array(RIDGES, np.float32)[:, None])
     scale = np.sqrt(energies) if few else np.float32(1.0 / np.sqrt(level))
@@ -115,7 +120,8 @@ def fit_map(
         delta = scipy.linalg.cho_solve(scipy.linalg.cho_factor(raised), cross)
         matrix += old.T @ delta if few else delta
 
-    class_errors, names = np.zeros((0, width)), np.unique([] if classes is None else classes)
+    class_errors = np.zeros((0, width))
+    names = np.unique([] if classes is None else classes)
     for name in evenly_spaced(names, CLASSES) if len(names) > 1 else []:
         members = evenly_spaced(np.flatnonzero(classes == name), OF_CLASS)
         x, r = centred(members)

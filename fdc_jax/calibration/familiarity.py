@@ -72,15 +72,20 @@ class Reference(NamedTuple):
 
 def reference(known: Any, counts: Int[np.ndarray, " c"], kind: type = np.float64) -> Reference:
     """Returns the reference of `gaussians.ViewClasses`, computed in floats of a kind."""
-    images, size = int(counts.sum()), padded_size(len(counts), 8)
-    scatter, middle = known.scatter.astype(kind), np.average(known.means, axis=0, weights=counts)
-    means = ((known.means - middle) * (counts > 0)[:, None]).astype(kind)
+    images = int(counts.sum())
+    size = padded_size(len(counts), 8)
+    present = counts > 0
+    classes = int(present.sum())
+    scatter = known.scatter.astype(kind)
+    middle = np.average(known.means, axis=0, weights=counts)
+    means = ((known.means - middle) * present[:, None]).astype(kind)
     about = means * np.sqrt(counts, dtype=kind)[:, None]
-    classes, total = int((counts > 0).sum()), scatter + about.T @ about
+    total = scatter + about.T @ about
     precision = shared_precision(scatter, images, classes)
     whole = shared_precision(total, images, 1)
-    constants = np.where(counts > 0, ((means @ precision) * means).sum(axis=1) / 2, np.inf)
-    inner, turned = precision @ scatter / kind(images), means @ whole
+    constants = np.where(present, ((means @ precision) * means).sum(axis=1) / 2, np.inf)
+    inner = precision @ scatter / kind(images)
+    turned = means @ whole
     u = _growth(np.trace(inner), max(images / classes, 2), images)
     v = _growth((whole * total).sum() / images, images, images)
     excess = v * (whole @ scatter / kind(images)) - u * inner
@@ -122,8 +127,10 @@ def left_out(
 
     def without(away: Any, matrix: Any, count: Any) -> tuple[Any, Any, Any]:
         """Returns away' M, h^2 away' M away after the change of M, and b / (1 - b away' M away)."""
-        turned, h = away @ matrix, count / (count - 1.0)
-        square, b = (turned * away).sum(axis=1), (1.0 - OWN_SHARE) * h / counts.sum()
+        turned = away @ matrix
+        square = (turned * away).sum(axis=1)
+        h = count / (count - 1.0)
+        b = (1.0 - OWN_SHARE) * h / counts.sum()
         return turned, h**2 * square / (1.0 - b * square), b / (1.0 - b * square)
 
     away = near - known.means[columns]

@@ -1,9 +1,14 @@
 """Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations.
 
-    1-4,14 the caller: trains the task, extracts features
-    5-11   FDC._fit: 6 subspaces; 6, 10 moments, affinity_moments; 7 foreign_residuals; 9 pack
-    12, 13 FDC.finalize: fit_foreign
-    15-20  FDC.score: 15-17 measure; 17, 18 fuse; 20 calibrator.Scores
+    1      FDC.__init__
+    2-4    the caller: trains task t, extracts features
+    5-8    FDC._fit: 6 subspaces, moments, affinity_moments; 7 foreign_residuals
+    9      statistics.packed_task: W_t U_t; filtered: the logits of W~_t
+    10, 11 FDC._fit: moments; FDC.add
+    13     FDC.finalize: fit_foreign
+    14     the caller: extracts features
+    15-19  FDC.score, for all tasks at once: measure; 16 filtered; 17 evidence, fuse; 18 fuse
+    20     calibrator.Scores: task, label
 
 `settings` has the settings and the components, `statistics` the statistics of tasks (`Task`,
 `View`), also as programs read them (`PackedTasks`, `pack`). A view is an encoder: the adapted view
@@ -16,7 +21,7 @@ feature, so that a sweep of settings measures once.
 import math
 from collections.abc import Sequence
 from functools import cached_property, partial
-from itertools import starmap, zip_longest
+from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -61,10 +66,10 @@ def subspaces(
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
     rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # of the head, from 1; padding has 0
     centres = means_and_prototypes(rows, blocks, given)
-    expected = [len(views[-1].basis) for views in by_view(earlier)]
+    # How many directions are expected; in the first task, all.
+    near = [len(view.basis) for view in earlier[-1].views] if earlier else [100_000, 100_000]
     views = []
-    triples: Any = zip_longest(blocks, centres, expected, fillvalue=0)
-    for block, (mean, prototypes), count in triples:
+    for block, (mean, prototypes), count in zip(blocks, centres, near, strict=False):
         bases = compiled.principal(block, rows, mean, shares, count)
         views.append([View(mean, basis, prototypes) for basis in bases])
     return [*zip(*views, strict=True)]
@@ -113,9 +118,8 @@ def moments(values: Float[np.ndarray, "..."]) -> tuple[float, float]:
 
 def affinity_moments(own: "Measured", neighbours: int) -> tuple[float, float]:
     """Returns the moments of A_t on the task's own samples (line 6), which `own` measures."""
-    nearest = np.sort(own.distances[:, 0], axis=-1)[:, :neighbours]
-    mean, deviation = moments(nearest.mean(axis=-1))
-    return 1.0 - mean, deviation
+    nearest = np.sort(own.distances[:, 0])[:, :neighbours]
+    return moments(1.0 - nearest.mean(axis=-1, dtype=float))
 
 
 # Features against tasks (lines 7, 9, 15 and 16) ---------------------------------------------------
@@ -141,15 +145,17 @@ def measure(features: Float[Array, "n d"], tasks: PackedTasks) -> Measured:
         centred = features - task.mean[None]
         within = products(centred, task.basis)
         leading = 1.0 if task.leading is None else task.leading[None]
-        measured = Measured(residual_ratio(centred, within * leading))
+        residual = residual_ratio(centred, within * leading)
         if task.directions is None:
-            return measured
-        measured = measured._replace(distances=cosine_distances(centred, length, task))
+            return Measured(residual)
+        distances = cosine_distances(centred, length, task)
         if task.weight is None:
-            return measured
+            return Measured(residual, distances)
         inside = (within + task.centre[None]) * leading  # h U
         inside = jnp.where(length[:, None] > NORM_FLOOR, inside, 0.0)
-        return measured._replace(
+        return Measured(
+            residual,
+            distances,
             raw=products(features, task.weight),
             projected=products(inside, task.inside),
             length=length,
@@ -187,8 +193,9 @@ def cosine_distances(centred: Any, length: Any, task: PackedTasks) -> Float[Arra
     total = squared_norm(centred)
     shared = (total + along[:, 0] * (task.length - length)) / both
     scaled = shared[:, None] - along + task.offset[None]
-    reached = jnp.sqrt(total)[:, None] + task.offset[None]
-    scaled = jnp.where(scaled < ROUNDING * reached, 0.0, scaled)
+    # scaled < ROUNDING (|x| + offset), without a square root
+    excess = scaled / ROUNDING - task.offset[None]
+    scaled = jnp.where(excess * jnp.abs(excess) < total[:, None], 0.0, scaled)
     distances = scaled / jnp.maximum(length, NORM_FLOOR)[:, None]
     return jnp.where(length[:, None] > NORM_FLOOR, distances, 1.0)
 
@@ -199,8 +206,8 @@ def filtered(measured: Measured, tasks: PackedTasks, gamma: Any) -> Float[Any, "
     logits = (1.0 - gamma) * measured.raw + gamma * measured.projected
     outside = measured.length * measured.length - measured.kept
     length = library.sqrt((1.0 - gamma) ** 2 * outside + measured.kept)  # of the filtered feature
-    divided = length * tasks.normalised[None] > 0.0
-    length = library.where(divided, library.maximum(length, NORM_FLOOR), 1.0)
+    divided = tasks.normalised[None]
+    length = divided * library.maximum(length, NORM_FLOOR) + (1.0 - divided)
     return logits / length[..., None] + tasks.bias[None]
 
 
@@ -268,11 +275,9 @@ def evidence(
     """Returns u_t (Eq. residual) and q_t (Eq. par) in a view; `nearest`: see `Switches`."""
     mean = tasks.distance_mean[None]
     deviation = tasks.distance_deviation[None]
+    usual = (view.distances.min(axis=-1) - mean) / deviation
 
-    def usual():
-        return (view.distances.min(axis=-1) - mean) / deviation
-
-    def general():
+    def other(_):
         distance = mean_of_smallest(view.distances, neighbours)
         of_input = {"axis": 1, "where": tasks.raw_scale[None] > 0, "keepdims": True}
         centre = jnp.where(nearest, distance.mean(**of_input), mean)
@@ -280,7 +285,10 @@ def evidence(
         return (distance - centre) / jnp.maximum(spread, SCALE_FLOOR)
 
     u = (view.residual - tasks.residual_mean[None]) / tasks.residual_deviation[None]
-    return u, -jax.lax.cond((neighbours == 1) & ~nearest, usual, general)
+    is_usual = (neighbours == 1) & ~nearest
+    # As a branch, the usual affinities would be read again.
+    result = jax.lax.cond(is_usual, jnp.zeros_like, other, usual)
+    return u, -jnp.where(is_usual, usual, result)
 
 
 @jax.jit
@@ -301,9 +309,11 @@ def fuse(
     scale = jnp.where(on.tsf > 0, tasks[0].filtered_scale, tasks[0].raw_scale)[None]
     alpha = on.rlc * settings.rlc_weight
     beta = on.pac * settings.pac_weight
-    adapted = on.adapted_view * settings.adapted_view_weight
-    pretrained = on.pretrained_view * settings.pretrained_view_weight
-    views = zip(measured, tasks, ratios, (adapted, pretrained), strict=False)
+    weights = (
+        on.adapted_view * settings.adapted_view_weight,
+        on.pretrained_view * settings.pretrained_view_weight,
+    )
+    views = zip(measured, tasks, ratios, weights, strict=False)
     for view, task, (square, linear, constant), weight in views:
         u, q = evidence(view, task, settings.neighbours, on.nearest > 0)
         silent = jnp.maximum(view.residual, task.residual_mean[None]) == 0
@@ -368,7 +378,7 @@ class FDC(Calibrator):
         """Raises InputError if no further task can be fitted, or this one has too few classes."""
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
-        inputs.check_neighbours(self.settings.neighbours, given.task, given.counts)
+        given.check_neighbours(self.settings.neighbours)
 
     def add(self, given: inputs.TaskInput, task: Task, foreign: Any, logits: Any) -> None:
         """Adds a task's statistics, its u_j by view, and the logits [n, 1, c] of its samples."""
@@ -385,7 +395,8 @@ class FDC(Calibrator):
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
         self.references = self.references or [*map(fit_foreign, self.foreign or [])]
-        self.foreign = None if release else self.foreign
+        if release:
+            self.foreign = None
 
     def batch(
         self, adapted: Any, pretrained: Any = None, *, wait: bool = True
@@ -396,14 +407,14 @@ class FDC(Calibrator):
         """
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
-        needed = self.settings.pretrained_view_weight > 0.0
-        given = self._batch(adapted, pretrained, needed, wait)
+        weight = self.settings.pretrained_view_weight
+        given = self._batch(adapted, pretrained, weight > 0.0, wait)
         return compiled.blocks_of(given), [part[: len(given)] for part in self._packed]
 
     def unit_means(self) -> list[Float[np.ndarray, "c d"]]:
         """See `Calibrator.unit_means`."""
         prototypes = attrgetter("prototypes")
-        return [np.concatenate([*map(prototypes, views)]) for views in by_view(self.tasks)]
+        return [np.vstack([*map(prototypes, views)]) for views in by_view(self.tasks)]
 
     @cached_property
     def _packed(self) -> tuple[list[PackedTasks], list[Array]]:
@@ -439,11 +450,12 @@ class FDC(Calibrator):
         """Returns the bytes of statistics in use, as the paper counts them: no heads, no F^v."""
         settings, count = self.settings, self.num_tasks
         weights = settings.adapted_view_weight, settings.pretrained_view_weight
+        bases = weights[0] or settings.attenuation, weights[1]
         rows = count + int((np.concatenate(self.counts) > 0).sum())  # means and prototypes
         numbers = 2 * count  # sigma_t without and with TSF
-        for index, (weight, width) in enumerate(zip(weights, self.widths, strict=False)):
-            if weight or (index == 0 and settings.attenuation):
-                numbers += sum(task.views[index].basis.size for task in self.tasks)
+        for weight, basis, views in zip(weights, bases, by_view(self.tasks), strict=False):
+            if basis:
+                numbers += sum(view.basis.size for view in views)
             if weight:  # Four moments of each task; mu_F, V_F and tau.
-                numbers += rows * width + 4 * count + 3 * (count > 1)
+                numbers += rows * len(views[0].mean) + 4 * count + 3 * (count > 1)
         return 4 * numbers

@@ -65,12 +65,11 @@ class ViewClasses(NamedTuple):
 
     def move(self, by: drift.AffineMap, images: int) -> ViewClasses:
         """Returns the statistics after a map, whose error adds to the scatter of each image."""
-        narrow = by._replace(matrix=inputs.float32(by.matrix))
-        return ViewClasses(
-            inputs.float32(by.move(self.means.astype(np.float64))),
-            np.tensordot(self.factors, narrow.matrix, 1),  # as one product
-            inputs.float32(narrow.matrix.T @ self.scatter @ narrow.matrix + images * by.residual),
-        )
+        means = by.move(self.means.astype(np.float64))
+        matrix = inputs.float32(by.matrix)
+        factors = np.tensordot(self.factors, matrix, 1)  # as one product
+        scatter = matrix.T @ self.scatter @ matrix + images * by.residual
+        return ViewClasses(inputs.float32(means), factors, inputs.float32(scatter))
 
 
 def fit_classes(
@@ -82,16 +81,20 @@ def fit_classes(
     """Returns the statistics of a task's images without those held out, and of all its images."""
     width = features.shape[1]
     shapes = (num_classes, width), (num_classes, RANK, width), (width, width)
-    kept, full = (ViewClasses(*(np.zeros(s, np.float32) for s in shapes)) for _ in range(2))
+    kept = ViewClasses(*(np.zeros(shape, np.float32) for shape in shapes))
+    full = copy.deepcopy(kept)
     for row in np.unique(rows):
-        members, out = at_unit_length(features[rows == row]), held[rows == row]
+        members = at_unit_length(features[rows == row])
+        out = held[rows == row]
         for statistics, images in ((kept, members[~out]), (full, members)):
             statistics.means[row] = images.mean(axis=0, dtype=np.float64)
             leading = principal(images - statistics.means[row])
             statistics.factors[row, : len(leading)] = leading
     scatter, added = np.zeros((2, width, width))
     for index, block in inputs.blocks(features):
-        block, of_block, out = at_unit_length(block), rows[index], held[index]
+        block = at_unit_length(block)
+        of_block = rows[index]
+        out = held[index]
         centred = block - kept.means[of_block]
         scatter += centred[~out].T @ centred[~out]
         # Held-out images add the sum of (g - mean of kept images) (g - mean of all images)'.
@@ -136,8 +139,10 @@ def metric(
     kind: type = np.float64,
 ) -> Metric:
     """Returns the metric of a view, computed in floats of a kind; `raised` is added to scores."""
-    size, images, present = padded_size(len(counts), 8), int(counts.sum()), counts > 0
-    precision = shared_precision(known.scatter.astype(kind), images, int(present.sum()))
+    size = padded_size(len(counts), 8)
+    present = counts > 0
+    classes = int(present.sum())
+    precision = shared_precision(known.scatter.astype(kind), int(counts.sum()), classes)
     class_means = known.means.astype(np.float64)
     origin = inputs.float32(class_means[present].mean(axis=0))
     means = (class_means - origin).astype(kind)
@@ -202,12 +207,14 @@ class Gaussians(Calibrator):
             if len(widths) < 2:
                 raise inputs.missing("pretrained features", given.task, self.name)
             given = given._replace(views=given.views[1:], previous=given.views[1])
-        fitted, earlier, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
+        fitted = copy.copy(self)
         if given.task:
             fitted._compensate(given)
-        held = confidence.held_out(given.rows) & (earlier + count <= confidence.CLASSES)
+        count = len(given.classes)
+        all_classes = sum(map(len, self.classes)) + count
+        held = confidence.held_out(given.rows) & (all_classes <= confidence.CLASSES)
         fits = (fit_classes(view, given.rows, count, held) for view in given.views)
-        kept, full = map(list, zip(*fits, strict=True))
+        kept, full = zip(*fits, strict=True)
         without = copy.copy(fitted)
         fitted._add(given, full)
         if held.any():
@@ -238,7 +245,8 @@ class Gaussians(Calibrator):
 
     def _compensate(self, given: inputs.TaskInput) -> None:
         """Moves the adapted view of all earlier classes by the map of a new task."""
-        name, previous = inputs.name_of("previous features", given.task), given.previous
+        name = inputs.name_of("previous features", given.task)
+        previous = given.previous
         if self.compensated is not None and self.compensated != (previous is not None):
             raise InputError(
                 f"{name}: expected features by the encoder before each task from the second one on "
@@ -254,22 +262,24 @@ class Gaussians(Calibrator):
         before = inputs.host_array(inputs.feature_array(previous, name, width), name)
         inputs.same_length(before, given.views[0], name)
         adapted = inputs.name_of("adapted features", given.task)
-        checks.warn_of_rows({adapted: given.views[0], name: before}, given.labels)
+        checks.warn_of_rows({adapted: given.views[0], name: before}, given.rows)
         affine = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         counts = np.concatenate(self.counts)
-        images, present = int(counts.sum()), int((counts > 0).sum())
+        images = int(counts.sum())
         moved = self.views[0].move(affine, images)
         if len(affine.class_errors):
+            present = int((counts > 0).sum())
             precision = shared_precision(moved.scatter.astype(np.float64), images, present)
             added = (affine.class_errors @ precision * affine.class_errors).sum(axis=1).mean()
             self.staleness = self.staleness + added
         self.views = [moved, *self.views[1:]]
 
-    def _add(self, given: inputs.TaskInput, views: list[ViewClasses]) -> None:
+    def _add(self, given: inputs.TaskInput, views: Sequence[ViewClasses]) -> None:
         """Adds the statistics of a task's classes."""
         if self.views:
             views = [old.merge(new) for old, new in zip(self.views, views, strict=True)]
-        self.views, self.staleness = views, np.append(self.staleness, 0.0)
+        self.views = [*views]
+        self.staleness = np.append(self.staleness, 0.0)
         self._append(given)
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
@@ -297,9 +307,12 @@ class Gaussians(Calibrator):
     @property
     def note(self) -> str:
         """A line on drift compensation, from the second task on."""
-        without = WITHOUT + "; the pretrained view has full weight" * (len(self.widths) > 1)
-        notes = {None: "", True: "class Gaussians with drift compensation", False: without}
-        return notes[None if self.view else self.compensated]
+        if self.view or self.compensated is None:
+            return ""
+        if self.compensated:
+            return "class Gaussians with drift compensation"
+        weight = "; the pretrained view has full weight" if len(self.widths) > 1 else ""
+        return WITHOUT + weight
 
     @property
     def storage_bytes(self) -> int:
@@ -334,7 +347,8 @@ class Gaussians(Calibrator):
     def _metrics_by_view(self, kind: type) -> list[Metric]:
         """Returns the metric of each view, computed in floats of a kind."""
         raised = np.log1p(np.repeat(self.staleness, [*map(len, self.classes)]) / 4)
-        counts, by_view = np.concatenate(self.counts), zip(self.views, (raised, 0.0), strict=False)
+        counts = np.concatenate(self.counts)
+        by_view = zip(self.views, (raised, 0.0), strict=False)
         return [metric(view, counts, term, kind) for view, term in by_view]
 
     @cached_property
@@ -359,5 +373,6 @@ class Gaussians(Calibrator):
 
     def _fuse(self, by_view: dict[str, np.ndarray]) -> Float[np.ndarray, "n classes"]:
         """Returns the weighted sum of scores by view."""
-        weights, count = self._weights(), sum(map(len, self.classes))
+        weights = self._weights()
+        count = sum(map(len, self.classes))
         return np.sum([weights[name] * scores[:, :count] for name, scores in by_view.items()], 0)

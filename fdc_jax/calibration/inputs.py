@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fdc_jax.calibration.compiled import blocks_of, map_blocks
-from fdc_jax.calibration.shapes import squared_norm
+from fdc_jax.calibration.shapes import row_slices, squared_norm
 from fdc_jax.errors import InputError
 from fdc_jax.heads import KINDS
 
@@ -152,8 +152,7 @@ def float32(array: np.ndarray) -> Float[np.ndarray, "..."]:
 
 def blocks(features: np.ndarray) -> Iterator[tuple[slice, Float[np.ndarray, "block d"]]]:
     """Yields slices of rows, and the features of these rows in float32."""
-    for start in range(0, len(features), BLOCK_ROWS):
-        rows = slice(start, start + BLOCK_ROWS)
+    for rows in row_slices(len(features), BLOCK_ROWS):
         yield rows, float32(features[rows])
 
 
@@ -190,6 +189,17 @@ def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
     return array.astype(np.int64)
 
 
+def checked_views(
+    adapted: Any, pretrained: Any, names: Sequence[str], widths: Sequence[Any], wait: bool
+) -> list[Any]:
+    """Returns features by view after the checks of `feature_array`, with as many rows."""
+    given = [adapted] if pretrained is None else [adapted, pretrained]
+    triples = zip(given, names, widths, strict=False)
+    views = [feature_array(*triple, wait) for triple in triples]
+    same_length(views[-1], views[0], names[-1])
+    return views
+
+
 def score_views(
     adapted: Any,
     pretrained: Any,
@@ -209,11 +219,8 @@ def score_views(
         )
     if pretrained is not None and not fitted_pretrained:
         raise InputError("pretrained features: the tasks were fitted without a pretrained view")
-    views = [feature_array(adapted, "adapted features", widths[0], wait)]
-    if pretrained is not None:
-        views.append(feature_array(pretrained, "pretrained features", widths[1], wait))
-        same_length(views[1], views[0], "pretrained features")
-    return views
+    names = [f"{view} features" for view in VIEWS]
+    return checked_views(adapted, pretrained, names, widths, wait)
 
 
 # A task ------------------------------------------------------------------------------------------
@@ -224,7 +231,7 @@ class TaskInput(NamedTuple):
 
     task: int  # index, from 0
     views: list[Any]  # adapted features and, if given, pretrained ones
-    labels: Int[np.ndarray, " n"]
+    rows: Int[np.ndarray, " n"]  # index of each sample's label in `classes`
     classes: Int[np.ndarray, " c"]  # label of each head row
     counts: Int[np.ndarray, " c"]  # samples of each class
     head: Any = None
@@ -235,11 +242,12 @@ class TaskInput(NamedTuple):
         for name, view in zip(VIEWS, self.views, strict=False):
             check_finite(view, name_of(f"{name} features", self.task))
 
-    @property
-    def rows(self) -> Int[np.ndarray, " n"]:
-        """Returns the index of each sample's label in `classes`."""
-        order = np.argsort(self.classes)
-        return order[np.searchsorted(self.classes, self.labels, sorter=order)]
+    def check_neighbours(self, neighbours: int) -> None:
+        """Raises InputError if fewer classes have samples than there are neighbours."""
+        present = int((self.counts > 0).sum())
+        if present < neighbours:
+            expected = f"{neighbours} neighbours need as many classes with samples"
+            raise InputError(f"{name_of('labels', self.task)}: {expected}, found {present}")
 
 
 def task_views(
@@ -255,16 +263,13 @@ def task_views(
     `widths` are those of earlier tasks.
     """
     names = [name_of(f"{view} features", task) for view in VIEWS]
-    given = [adapted] if pretrained is None else [adapted, pretrained]
-    if widths and len(widths) != len(given):
-        had, has = ("none", "some") if len(widths) == 1 else ("some", "none")
+    if widths and (len(widths) == 1) != (pretrained is None):
+        had, has = ("some", "none") if pretrained is None else ("none", "some")
         expected = "give them for all tasks or for none"
         raise InputError(f"{names[1]}: earlier tasks had {had}, this one has {has}; {expected}")
-    triples = zip(given, names, widths or (None, None), strict=False)
-    views = [feature_array(*triple, wait) for triple in triples]
+    views = checked_views(adapted, pretrained, names, widths or (None, None), wait)
     name = name_of("labels", task)
     labels = label_array(labels, name)
-    same_length(views[-1], views[0], names[1])
     same_length(labels, views[0], name)
     if not len(labels):
         raise InputError(f"{name}: expected at least one sample, found none")
@@ -277,14 +282,15 @@ def task_classes(
     num_rows: int | None,
     named: Any,
     earlier: Sequence[Int[np.ndarray, " _"]],
-) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
-    """Returns the label and the number of samples of each head row.
+) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " n"]]:
+    """Returns the label of each head row, and the row of each sample.
 
     If `named` is None, the rows have the labels of the samples in ascending order. Without a head
     `num_rows` is None. Raises InputError if `named` or the head does not fit the labels.
     """
-    name, labels_name = name_of("classes", task), name_of("labels", task)
-    present, counts = np.unique(labels, return_counts=True)
+    name = name_of("classes", task)
+    labels_name = name_of("labels", task)
+    present = np.unique(labels)
     classes = present if named is None else label_array(named, name)
     if len(np.unique(classes)) < len(classes):
         raise InputError(f"{name}: a label is named twice")
@@ -295,19 +301,13 @@ def task_classes(
             rest = f"the samples have {len(classes)}; {hint}"
         raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {rest}")
     check_new(classes, labels_name, earlier)
-    if not (known := np.isin(labels, classes)).all():
+    known = np.isin(labels, classes)
+    if not known.all():
         row = int(np.argmin(known))
         wrong = f"label {labels[row]} at row {row}"
         raise InputError(f"{labels_name}: {wrong} is none of the head's classes")
-    samples = dict(zip(present.tolist(), counts.tolist(), strict=True))
-    return classes, np.array([samples.get(label, 0) for label in classes.tolist()], np.int64)
-
-
-def check_neighbours(neighbours: int, task: int, counts: Int[np.ndarray, " c"]) -> None:
-    """Raises InputError if a task has fewer classes with samples than there are neighbours."""
-    if (present := int((counts > 0).sum())) < neighbours:
-        expected = f"{neighbours} neighbours need as many classes with samples"
-        raise InputError(f"{name_of('labels', task)}: {expected}, found {present}")
+    order = np.argsort(classes)
+    return classes, order[np.searchsorted(classes, labels, sorter=order)]
 
 
 def check_new(
@@ -336,28 +336,26 @@ def checked_head(head: Any, part: str, task: int, width: int, like: Any) -> Any:
             f"{name}: expected a {KINDS[type(like)]} head like task 0, found {KINDS[type(head)]}"
         )
     parts: dict[str, np.ndarray] = {}
-    names = {field: name_of(f"{part} {field}", task) for field in head._fields}
+    count = None
     for field, value in head._asdict().items():
+        name = name_of(f"{part} {field}", task)
         number = isinstance(value, int | float)
-        array = host_array(np.asarray(value) if number else value, names[field])
-        check_real(array, names[field])
-        parts[field] = float32(array).copy()  # The caller may train the head further.
-    matrix, *others = head._fields
-    rows = parts[matrix]
-    if rows.ndim != 2 or len(rows) == 0 or rows.shape[1] != width:
-        expected = f"shape [classes, {width}]"
-        raise InputError(f"{names[matrix]}: expected {expected}, found {[*rows.shape]}")
-    for field in others:
-        if field == "bias" and parts[field].ndim == 0:
-            parts[field] = np.full(len(rows), parts[field])
-        shape = (len(rows),) if field == "bias" else ()
-        if parts[field].shape != shape:
-            expected = f"shape {[*shape]}" if shape else "a number"
-            raise InputError(f"{names[field]}: expected {expected}, found {[*parts[field].shape]}")
-    for field, values in parts.items():
-        with np.errstate(over="ignore"):
-            squares = np.square(values.reshape(*values.shape[:1], -1)).sum(axis=-1)
-        if not (finite := np.isfinite(squares)).all():
-            row = f"row {np.argmin(finite)}"
-            raise InputError(f"{names[field]}: {row} is not finite, or too large for float32")
+        array = host_array(np.asarray(value) if number else value, name)
+        check_real(array, name)
+        array = float32(array).copy()  # The caller may train the head further.
+        expected = "a number"
+        if count is None:  # the rows
+            expected = f"shape [classes, {width}]"
+            fits = array.ndim == 2 and len(array) > 0 and array.shape[1] == width
+            count = len(array) if fits else 0
+        elif field == "bias":
+            array = np.full(count, array) if array.ndim == 0 else array
+            expected = f"shape [{count}]"
+            fits = array.shape == (count,)
+        else:
+            fits = array.ndim == 0
+        if not fits:
+            raise InputError(f"{name}: expected {expected}, found {[*array.shape]}")
+        check_finite(array.reshape(len(array) if array.ndim else 1, -1), name)
+        parts[field] = array
     return type(head)(**parts)

@@ -24,22 +24,29 @@ def padded_size(size: int, least: int = 1) -> int:
     return -(-size // step) * step
 
 
+def row_slices(count: int, size: int) -> list[slice]:
+    """Returns slices of at most `size` rows."""
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
 def padded(array: np.ndarray, size: int, fill: float = 0.0) -> np.ndarray:
     """Returns an array with its leading size padded."""
-    widths = [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1)
-    return np.pad(array, widths, constant_values=fill) if size > len(array) else array
+    if len(array) >= size:
+        return array
+    rest = np.full((size - len(array), *array.shape[1:]), fill, array.dtype)
+    return np.concatenate([array, rest])
 
 
 def stack(
-    arrays: Sequence[Any], count: int, least: Sequence[int], fill: float
+    arrays: Sequence[Any], count: int, axes: int, fill: float
 ) -> Float[np.ndarray, "count ..."]:
     """Returns arrays as rows of one of `count`, padded.
 
-    The leading axes have at least the sizes `least`, and few sizes; others are all equal.
+    The leading `axes` have few sizes, at least 8; others are all equal.
     """
     shape = [max(sizes) for sizes in zip(*map(np.shape, arrays), strict=True)]
-    for axis, size in enumerate(least):
-        shape[axis] = padded_size(shape[axis], size)
+    for axis in range(axes):
+        shape[axis] = padded_size(shape[axis], 8)
     rows = np.full((count, *shape), fill, np.float32)
     for index, array in enumerate(arrays):
         rows[index, *map(slice, np.shape(array))] = array
@@ -59,6 +66,8 @@ def mean_of_smallest(values: Float[Array, "*n c"], count: Any) -> Float[Array, "
 
 def over_tasks(function: Callable[..., Any], tasks: Any) -> Any:
     """Returns results [n, t, ...] of a function of one task, by `vmap` over several at a time."""
+    if len(jax.tree.leaves(tasks)[0]) <= ON_CPU:
+        return jax.vmap(function, out_axes=1)(tasks)
 
     def mapped(tasks: Any, at_once: int) -> Any:
         by_task = jax.lax.map(function, tasks, batch_size=at_once)
@@ -74,4 +83,4 @@ def groups_of(count: int) -> tuple[list[slice], int]:
     size = ON_CPU
     if jax.default_backend() != "cpu":
         size = min(ELSEWHERE, 1 << max(count - 1, 7).bit_length())
-    return [slice(start, start + size) for start in range(0, count, size)], size
+    return row_slices(count, size), size

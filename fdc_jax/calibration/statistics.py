@@ -68,16 +68,8 @@ class PackedTasks(NamedTuple):
     normalised: Float[Any, " t"] = None  # 1 if heads divide h by |h|
 
 
-# Padding by field: least sizes of the leading axes of a task, and the value.
-_LEAST = {
-    "basis": (16,),
-    "directions": (8,),
-    "offset": (8,),
-    "weight": (4,),
-    "inside": (4, 16),
-    "centre": (16,),
-    "bias": (4,),
-}
+# Padding by field: the number of padded axes of a task, and the value.
+_AXES = {"inside": 2} | dict.fromkeys("basis directions offset weight centre bias".split(), 1)
 _FILL = {"offset": np.inf, "bias": -np.inf, "residual_deviation": 1.0, "distance_deviation": 1.0}
 
 
@@ -86,7 +78,7 @@ def stacked(tasks: Sequence[PackedTasks], count: int) -> PackedTasks:
     fields = {}
     for name, *arrays in zip(PackedTasks._fields, *tasks, strict=True):
         if arrays[0] is not None:
-            fields[name] = stack(arrays, count, _LEAST.get(name, ()), _FILL.get(name, 0.0))
+            fields[name] = stack(arrays, count, _AXES.get(name, 0), _FILL.get(name, 0.0))
     return PackedTasks(**fields)
 
 
@@ -115,7 +107,7 @@ def packed_task(index: int, task: Task, counts: Any, head: Any) -> PackedTasks:
         view.basis,
         length=length,
         directions=np.concatenate([direction, prototypes - direction]),
-        offset=np.concatenate([[np.inf], offset]),
+        offset=np.append(np.inf, offset),
         **packed_moments(index, task),
     )
     if index > 0:

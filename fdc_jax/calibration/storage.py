@@ -4,7 +4,6 @@ Arrays are concatenated by number type. `tree` is JSON, with the offset and shap
 and with numbers, texts and None themselves. A checksum covers the tree and the arrays.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -25,8 +24,8 @@ _NUMBER_TYPES = {np.dtype(code).name for code in np.typecodes["All"]}
 def write(path: str | os.PathLike[str], value: Any) -> None:
     """Writes a tree to a file, whole or not at all.
 
-    Nodes are lists, dictionaries, named tuples, structures, dataclasses and objects with
-    `__getstate__`; leaves are NumPy arrays, numbers, texts, truth values and None.
+    Nodes are lists, dictionaries, named tuples, structures and objects with `__getstate__`; leaves
+    are NumPy arrays, numbers, texts, truth values and None.
     """
     parts: dict[str, list[np.ndarray]] = {}
     path = named_path("path", path)
@@ -121,8 +120,6 @@ def decode(node: Any, arrays: Mapping[str, np.ndarray], types: Mapping[str, type
     (state,) = map(inner, members)
     if issubclass(types[name], msgspec.Struct):
         return msgspec.convert(state, types[name])
-    if dataclasses.is_dataclass(types[name]):
-        return types[name](**state)
     value: Any = object.__new__(types[name])
     value.__setstate__(state)
     return value

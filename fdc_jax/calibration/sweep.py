@@ -75,27 +75,30 @@ class Sweep(Calibrator):
             return fdc.affinity_moments(own[index], neighbours)
 
         @cache
+        def foreign(e: int) -> list[Any]:
+            return [u[:, e].T for u in residuals]
+
+        @cache
+        def residual(index: int, e: int) -> tuple[float, float]:
+            return fdc.moments(own[index].residual[:, e])
+
+        @cache
         def scale(e: int, gamma: float) -> float:
             logits = fdc.filtered(_of_eta(own[0], e), host, gamma)
             return fdc.moments(logits.max(axis=-1))[1]
 
-        foreign = []
-        for e, views in enumerate(by_eta):
-            foreign.append([u[:, e].T for u in residuals])
-            complete = []
-            for view, measured in zip(views, own, strict=True):
-                complete.append(view._replace(residual=fdc.moments(measured.residual[:, e])))
-            by_eta[e] = complete
-            checks.warn_without_residual(complete, given)
         logits = fdc.filtered(_of_eta(own[0], 0), host, 0.0)
         for calibrator in self.calibrators:
             settings = calibrator.settings
             e = self.etas.index(settings.retained_energy)
             views = []
             for index, view in enumerate(by_eta[e]):
-                views.append(view._replace(affinity=affinity(index, settings.neighbours)))
+                own_moments = residual(index, e), affinity(index, settings.neighbours)
+                views.append(View(*view[:3], *own_moments))
+            if calibrator is self._of(settings.retained_energy):
+                checks.warn_without_residual(views, given)
             task = Task(views, scale(e, 0.0), scale(e, settings.attenuation))
-            calibrator.add(given, task, foreign[e], logits)
+            calibrator.add(given, task, foreign(e), logits)
         self._append(given, logits[:, 0].argmax(axis=1))
 
     def _of(self, eta: float) -> FDC:
@@ -185,9 +188,12 @@ def _subspaces(by_eta: Sequence[Sequence[View]]) -> tuple[list[PackedTasks], Any
     """Returns `fdc.packed_subspaces` with the directions and the moments of each eta."""
     groups, _ = fdc.packed_subspaces(by_eta[-1])
     rows, _ = groups_of(len(by_eta[-1]))
-    pairs = zip(groups, rows, strict=True)
-    leading = [with_leading(packed, [views[of] for views in by_eta]) for packed, of in pairs]
-    mean_std = [[view.residual for view in views] for views in by_eta]
+    leading = []
+    for packed, of_group in zip(groups, rows, strict=True):
+        leading.append(with_leading(packed, [views[of_group] for views in by_eta]))
+    mean_std = []
+    for views in by_eta:
+        mean_std.append([view.residual for view in views])
     return leading, np.array(mean_std, np.float32)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from fdc_jax.calibration import compiled, fdc
-from fdc_jax.calibration.calibrator import Scores
+from fdc_jax.calibration.calibrator import Scores, within_tasks
 from fdc_jax.calibration.compiled import Blocks
 from fdc_jax.calibration.settings import COMPONENTS, Settings, Switches, on_device
 
@@ -52,13 +52,8 @@ class Terms(NamedTuple):
         gamma = jax.device_put(self.settings.attenuation)
         parts = [_filtered(block[0], self.tasks[0], gamma) for block in self.measured]
         logits = self.blocks.gather(parts)
-        parts = []
-        for task, (score, rows) in enumerate(
-            zip(self.fuse().task_scores.T, self.classes, strict=True)
-        ):
-            own = logits[:, task, : len(rows)]
-            parts.append(score[:, None] + own - own.max(axis=1, keepdims=True))
-        return np.hstack(parts)
+        by_task = [logits[:, task, : len(rows)] for task, rows in enumerate(self.classes)]
+        return within_tasks(self.fuse().task_scores, by_task)
 
 
 _evidence = jax.jit(fdc.evidence)

@@ -101,7 +101,8 @@ def test_equal_samples_have_no_subspace(samples, width):
 def test_rank_is_the_fewest_components(values, share, count, rank):
     variances = np.array(values, float)
     total = np.clip(variances, 0.0, None).sum()
-    assert compiled.retained_ranks(variances, total, 1e-6, [share, 0.1], count)[0] == rank
+    ranks = compiled.retained_ranks(variances[::-1], total, 1e-6, [share, 0.1], count)
+    assert ranks[0] == rank
 
 
 def test_padded_sizes_are_few_and_tight():

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from fdc_jax.calibration import inputs
 from fdc_jax.calibration.calibrator import Calibrator
+from fdc_jax.calibration.shapes import row_slices
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 
@@ -87,7 +88,8 @@ class Comparator(Calibrator):
         if not self.classes:
             raise InputError(f"{self.name}: expected at least one fitted task before scoring")
         index = inputs.VIEWS.index(self.view)
-        value, name = (adapted, pretrained)[index], f"{self.view} features"
+        value = (adapted, pretrained)[index]
+        name = f"{self.view} features"
         if value is None:
             raise InputError(f"{self.name}: {name}: expected, as the method reads them")
         return inputs.float32(inputs.feature_array(value, name, self.widths[index]))
@@ -95,8 +97,9 @@ class Comparator(Calibrator):
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         checked = super()._head(head, task, width, first)
         if self.needs_linear and not isinstance(checked, LinearHead):
-            name, kind = inputs.name_of("head", task), type(head).__name__
-            raise inputs.NotApplicable(f"{name}: {self.name} needs linear heads, found a {kind}")
+            name = inputs.name_of("head", task)
+            found = f"found a {type(head).__name__}"
+            raise inputs.NotApplicable(f"{name}: {self.name} needs linear heads, {found}")
         return checked
 
 
@@ -104,9 +107,9 @@ def within_classes(
     features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
 ) -> tuple[Float[np.ndarray, "c d"], Float[np.ndarray, "d d"]]:
     """Returns means of classes and the scatter about them, in float64."""
-    means, scatter = class_means(features, rows), np.zeros((features.shape[1],) * 2)
-    for start in range(0, len(rows), inputs.BLOCK_ROWS):
-        block = slice(start, start + inputs.BLOCK_ROWS)
+    means = class_means(features, rows)
+    scatter = np.zeros((features.shape[1],) * 2)
+    for block in row_slices(len(rows), inputs.BLOCK_ROWS):
         deviations = features[block] - means.astype(features.dtype)[rows[block]]
         scatter += deviations.T @ deviations
     return means, scatter

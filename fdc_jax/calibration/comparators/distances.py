@@ -5,6 +5,7 @@ numbers beyond float32. The statistics have a float32 factor F with S^-1 = F F':
 F|^2 is a sum of squares, which float32 computes without cancellation.
 """
 
+import itertools
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ class FeCAM(Comparator):
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         features = unit(features.astype(np.float64))
-        gaussians = [gaussian for task in self.statistics for gaussian in task]
+        gaussians = itertools.chain(*self.statistics)
         return -np.concatenate([squared_distances(features, *fit) for fit in gaussians], axis=1)
 
 
@@ -115,7 +116,8 @@ def _whitened(
     fitted: tuple[Float[Array, "c d"], Float[Array, "d r"]], features: Float[Array, "n d"]
 ) -> Float[Array, "n c"]:
     means, factor = fitted
-    whitened, rows = products(features, factor.T), products(means, factor.T)
+    whitened = products(features, factor.T)
+    rows = products(means, factor.T)
     if len(rows) == 1:
         return squared_norm(whitened - rows)[:, None]
     squares = squared_norm(whitened)[:, None] + squared_norm(rows)[None]

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import log_softmax, logsumexp, softmax
 
-from fdc_jax.calibration.calibrator import Scores
+from fdc_jax.calibration.calibrator import Scores, within_tasks
 from fdc_jax.calibration.comparators.base import Comparator
 from fdc_jax.calibration.comparators.distances import squared_distances
 from fdc_jax.calibration.inputs import NotApplicable, name_of
@@ -30,10 +30,7 @@ class Raw(Comparator):
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Calibrator.class_scores`."""
         scores, logits = self._routed(self._features(adapted, pretrained))
-        parts = zip(logits, scores.task_scores.T, strict=True)
-        return np.concatenate(
-            [z - z.max(axis=1, keepdims=True) + score[:, None] for z, score in parts], axis=1
-        )
+        return within_tasks(scores.task_scores, logits)
 
     def _routed(self, features: Float[np.ndarray, "n d"]) -> tuple[Scores, list[np.ndarray]]:
         """Returns the scores, and the logits of each head."""

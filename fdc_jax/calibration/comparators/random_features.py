@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
 from fdc_jax.calibration.inputs import BLOCK_ROWS, NotApplicable, float32, in_blocks, whole_number
+from fdc_jax.calibration.shapes import row_slices
 from fdc_jax.heads import products, unit
 
 _products = jax.jit(products)
@@ -125,7 +126,7 @@ class AnaCP(Comparator):
         self.projections = whole_number(projections, "projections", 1, MOST)
         self.seed = whole_number(seed, "seed", 0)
         # Gram matrix of each head's z, and the within-class scatter of x.
-        self.total: tuple[Any, Any] = [None] * self.num_heads, 0.0
+        self.total: tuple[Any, Any] = [None for _ in range(self.num_heads)], 0.0
 
     def _collect(self, features, rows, head) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Returns class means and counts, and per head the sums of z over each class [m, c]."""
@@ -152,14 +153,17 @@ class AnaCP(Comparator):
         for gram, *sums in zip(grams, *by_task, strict=True):
             pulls = np.concatenate(sums, axis=1) @ targets
             maps.append(jax.device_put(float32(solve_ridge(gram, self.ridge, pulls))))
-        random, root = np.random.default_rng([self.seed, 1]), np.linalg.cholesky(covariance)
-        outer_gram, sums = np.zeros((self.projections, self.projections)), []
-        step = max(1, BLOCK_ROWS // self.samples_per_class)  # classes in a block
-        for first in range(0, len(means), step):
-            rows = np.repeat(np.arange(len(means[first:][:step])), self.samples_per_class)
-            noise = random.standard_normal((len(rows), width)) @ root.T
-            hidden = in_blocks(_pulled, (matrices, maps), means[first:][rows] + noise)
+        random = np.random.default_rng([self.seed, 1])
+        root = np.linalg.cholesky(covariance)
+        outer_gram = None
+        sums = []
+        # Classes of a block.
+        for of_block in row_slices(len(means), max(1, BLOCK_ROWS // self.samples_per_class)):
+            centres = np.repeat(means[of_block], self.samples_per_class, axis=0)
+            noise = random.standard_normal(centres.shape) @ root.T
+            hidden = in_blocks(_pulled, (matrices, maps), centres + noise)
             outer_gram = with_gram(outer_gram, hidden)
+            rows = np.arange(len(centres)) // self.samples_per_class
             sums.append(_sums(hidden, _onehot(rows)))
         cross = np.concatenate(sums, axis=1)
         return maps, jax.device_put(float32(solve_ridge(outer_gram, self.ridge, cross)))
@@ -202,7 +206,7 @@ def with_gram(total: np.ndarray | None, hidden: np.ndarray) -> Float[np.ndarray,
     """Returns total + h'h, added in place; products of rows are float32, sums float64."""
     size = hidden.shape[1]
     total = np.zeros((size, size)) if total is None else total
-    tiles = [slice(start, start + TILE) for start in range(0, size, TILE)]
+    tiles = row_slices(size, TILE)
     for number, left in enumerate(tiles):
         for right in tiles[number:]:
             tile = _sums(hidden[:, left], hidden[:, right])
@@ -215,8 +219,7 @@ def with_gram(total: np.ndarray | None, hidden: np.ndarray) -> Float[np.ndarray,
 def _sums(hidden: np.ndarray, onehot: np.ndarray) -> Float[np.ndarray, "m c"]:
     """Returns h'Y; products are float32, sums float64. Raises NotApplicable beyond float32."""
     total = np.zeros((hidden.shape[1], onehot.shape[1]))
-    for start in range(0, len(hidden), BLOCK_ROWS):
-        rows = slice(start, start + BLOCK_ROWS)
+    for rows in row_slices(len(hidden), BLOCK_ROWS):
         total += jax.device_get(_products(*jax.device_put((hidden[rows].T, onehot[rows].T))))
     if not np.isfinite(total).all():
         raise NotApplicable(
@@ -284,15 +287,12 @@ def chosen_ridge(
     split = int(0.8 * len(onehot))
     if not split:
         return otherwise
-    wide = expanded.astype(np.float64)
-    fit, held = wide[:split], wide[split:]
-    labels, truth = onehot[:split].astype(np.float64), onehot[split:]
-    if split <= wide.shape[1]:
-        values, vectors = np.linalg.eigh(fit @ fit.T)
-        left, right = (held @ fit.T) @ vectors, vectors.T @ labels
-    else:
-        values, vectors = np.linalg.eigh(fit.T @ fit)
-        left, right = held @ vectors, vectors.T @ (fit.T @ labels)
+    fit, held = np.split(expanded.astype(np.float64), [split])
+    labels, truth = np.split(onehot.astype(np.float64), [split])
+    few = split <= fit.shape[1]
+    values, vectors = np.linalg.eigh(fit @ fit.T if few else fit.T @ fit)
+    left = (held @ fit.T if few else held) @ vectors
+    right = vectors.T @ (labels if few else fit.T @ labels)
     values = np.maximum(values, 0.0)[:, None]
     losses = [np.mean((left @ (right / (values + ridge)) - truth) ** 2) for ridge in RIDGES]
     return float(RIDGES[int(np.argmin(losses))])
