@@ -26,10 +26,10 @@ LIMITS = {
     "machine": 7_590,
     "model": 11_460,
     "package": 13_840,
-    "paper": 6_080,
+    "paper": 5_540,
     "posthoc": 3_370,
     "report": 22_750,
-    "run": 21_890,
+    "run": 21_880,
 }
 
 

@@ -20,13 +20,14 @@ from fdc_jax.data import benchmarks
 from fdc_jax.errors import InputError, Interrupted, StopRequest
 from fdc_jax.machine import files
 from fdc_jax.paper import command, measurements, plan, workers
-from fdc_jax.paper.workers import Outcome
+from fdc_jax.paper.workers import Outcome, Worker
 from fdc_jax.report import paper
 from fdc_jax.run import estimate
 from tests import small_runs
 
 SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
 DIGITS = ["--benchmarks=digits", "--learners=cumulative_lora,sd_lora"]
+ALONE = Worker("", {}, ())
 NINE = "cumulative_lora ewc_lora sd_lora splitlora inflora inflora_ca lora_subtraction loda rsiat"
 
 
@@ -85,12 +86,11 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
         data="", benchmarks="digits", learners="cumulative_lora,sd_lora", seeds="1,2"
     )
     options.workdir = str(tmp_path)
-    given = dict(word.split("=", 1) for word in SMALL)
-    given["--config.calibrators"] = "fdc,gaussians"
+    given = [*SMALL, "--config.calibrators=fdc,gaussians"]
     runs, _ = plan.make(options, given)
     assert all(np.isnan(need.hours) for need in plan.needs(runs, {}))
     shutil.copytree(finished_run, runs[0].folder)
-    longer, _ = plan.make(options, given | {"--config.train.epochs": "4"})
+    longer, _ = plan.make(options, [*given, "--config.train.epochs=4"])
     needed, needed_longer = plan.needs(runs, {}), plan.needs([runs[0], *longer[1:]], {})
     assert (needed[0].hours, needed[0].gib) == (0, 0)
     device = small_runs.results(finished_run)["device"]
@@ -116,11 +116,12 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
         (["--config.precision=half"], "config.precision: expected .* found 'half'"),
         (["--config.seed=1", "--config.seed=2"], "--config.seed is given twice"),
         (["--data=nowhere"], "--data: expected a folder, found nowhere"),
-        (["--seeds=one"], "--seeds: expected whole numbers such as 1,2,3, found one"),
+        (["--seeds=one"], r"config.seed\[0\]: expected a whole number, found 'one'"),
         (
             ["--config.train.epoch=3"],
             "--config.train.epoch: no such field; did you mean train.epochs",
         ),
+        (["--config.data.flip=half"], "config.data.flip: expected true or false, found 'half'"),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
         (["--reference=nowhere.csv"], "nowhere.csv: unreadable"),
         (["--select=vali"], "--select: invalid choice: 'vali'"),
@@ -167,7 +168,7 @@ def made_up_plan(workdir, *learner_names, **flags):
     options = argparse.Namespace(
         data="", benchmarks="cub200", learners=",".join(learner_names), seeds="1", workdir=workdir
     )
-    runs, _ = plan.make(options, {f"--config.{name}": value for name, value in flags.items()})
+    runs, _ = plan.make(options, [f"--config.{name}={value}" for name, value in flags.items()])
     return runs
 
 
@@ -224,15 +225,20 @@ def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, ca
     performed = []
 
     def attempt(run, stop, worker, quiet):
-        performed.append((run.benchmark, run.seed))
+        performed.append((run.benchmark, run.config.seed[0]))
         (run.folder).mkdir(parents=True, exist_ok=True)
         if run.benchmark == "cub200":
-            return Outcome(2, "fdc_jax.run: config.data.source: x.jpg: it is damaged")
+            return Outcome(2, "fdc_jax.run: x.jpg: it is damaged")
         return Outcome(3, "the loss is nan")
+
+    def open_input(shared, config, fetch):
+        if performed and shared == ("data", "cub200"):
+            raise InputError("x.jpg: it is damaged")
+        return "ready"
 
     monkeypatch.setattr(workers, "attempt", attempt)
     monkeypatch.setattr(measurements, "measure", lambda runs, timed, stop: {})
-    monkeypatch.setattr(plan, "open_input", lambda shared, config, fetch: "ready")
+    monkeypatch.setattr(plan, "open_input", open_input)
     (tmp_path / "cub.zip").touch()
     arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--workers=1"]
     arguments += [f"--workdir={tmp_path / 'runs'}", "--learners=cumulative_lora"]
@@ -280,25 +286,26 @@ def test_missing_data_are_named_once(tmp_path, capsys):
     output, errors = capsys.readouterr()
     assert len(rows(output)) == 18 and "nan" not in output
     titles = ("CUB-200: put cub ", "ImageNet-A: put imagenet-a ")
-    for title, line in zip(titles, errors.splitlines(), strict=True):
+    lines = [line for line in errors.splitlines() if "missing: " in line]
+    for title, line in zip(titles, lines, strict=True):
         assert line.startswith(f"fdc_jax.paper: missing: {title}") and "--data=FOLDER" in line
 
 
 def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
     (log := tmp_path / "log.txt").symlink_to("/dev/full")
-    run = plan.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
+    run = plan.Run("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
     line = f"cannot write {log}: No space left on device"
-    assert workers.attempt(run, StopRequest()) == Outcome(2, line)
+    assert workers.attempt(run, StopRequest(), ALONE, True) == Outcome(2, line)
 
 
 def test_last_lines_of_a_stopped_run_are_shown_once(tmp_path, monkeypatch, capsys):
     program = "import sys; sys.stdin.read(); print('after task 1/2: raw 1.00'); print('saved')"
     monkeypatch.setattr(workers, "_PROGRAM", program)
-    run = plan.Run("digits", "sd_lora", 1, tmp_path, (), small_runs.config(tmp_path))
+    run = plan.Run("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
     stop = StopRequest()
     stop.signal = signal.SIGTERM
     with pytest.raises(Interrupted):
-        workers.attempt(run, stop, quiet=False)
+        workers.attempt(run, stop, ALONE, False)
     assert capsys.readouterr().err.count("seed 1, after task 1/2: raw 1.00\n") == 1
 
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from fdc_jax import errors, evaluation, report
+from fdc_jax import errors, report
 from fdc_jax.errors import InputError, StopRequest, counted
 from fdc_jax.machine.files import check_writable_folder, holder, locked, named_path
 from fdc_jax.paper import measurements, plan, workers
-from fdc_jax.paper.plan import LOCK, Input, Machines, Run
-from fdc_jax.paper.workers import Outcome, Worker, say
+from fdc_jax.paper.plan import LOCK, Input, Machines, Run, say
+from fdc_jax.paper.workers import Outcome, Worker
 from fdc_jax.report import paper, reference
 from fdc_jax.run import configuration, estimate
 
@@ -59,21 +59,22 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
     if options.ray is not None and importlib.util.find_spec("ray") is None:
         raise InputError("--ray needs Ray: pip install 'fdc_jax[ray]'")
     errors.refuse_repeated(fields)
+    # A bare flag would take the next one for its value.
     if bare := [word for word in fields if "=" not in word]:
         raise InputError(f"expected {bare[0]}=VALUE")
     if options.data and not named_path("--data", options.data).is_dir():
         raise InputError(f"--data: expected a folder, found {options.data}")
     for path in options.reference:  # Errors come before any work.
         reference.read(path)
-    overrides = dict(word.split("=", 1) for word in fields)
-    if options.select == "validation":
-        overrides = {"--config.data.validation_share": "0.1"} | overrides
-    runs, missing = plan.make(options, overrides)
-    if options.select == "validation" and not runs[0].config.data.validation_share:
+    selects = options.select == "validation"
+    if selects:
+        fields = ["--config.data.validation_share=0.1", *fields]
+    runs, missing = plan.make(options, fields)
+    if selects and not runs[0].config.data.validation_share:
         raise InputError("--config.data.validation_share: expected a share above 0, found 0")
     unfinished = [run for run in runs if not run.results]
     needed = runs if options.fetch or options.dry_run else unfinished
-    ready = plan.open_inputs(needed, missing, options.fetch, lambda text: say(text, options.quiet))
+    ready = plan.open_inputs(needed, missing, options.fetch, options.quiet)
     if options.fetch:
         for shared, text in ready.items():
             say(f"{plan.title(shared)}: {text}", options.quiet)
@@ -88,20 +89,21 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
     if options.dry_run:
         return 0
     failed = _perform(runs, missing, machines, shares, options)
-    code = _say_missing(missing)
+    codes = []
+    running = False
     for run in runs:
+        outcome = failed.get(run.folder)
         if run.conflict and not run.lacks(missing):
-            failed[run.folder] = Outcome(2, f"the folder holds another run: {run.conflict}")
-        if run.folder in failed:
-            outcome = failed[run.folder]
+            outcome = Outcome(2, f"the folder holds another run: {run.conflict}")
+        if outcome:
+            codes.append(outcome.code)
             say(f"failed with code {outcome.code}: {run}: {outcome.line} ({run.folder})")
-    running = [run for run in runs if run.state == "running"]
-    for run in running:
-        say(f"still running: {run}, by {holder(run.folder / LOCK)}")
+        if run.state == "running":
+            running = True
+            say(f"still running: {run}, by {holder(run.folder / LOCK)}")
     if not running:
         _write_report(runs, missing, options)
-    codes = (failed[run.folder].code for run in runs if run.folder in failed)
-    return next(codes, code)
+    return [*codes, _say_missing(missing)][0]
 
 
 def _stop_on_signals() -> AbstractContextManager[StopRequest]:
@@ -130,31 +132,26 @@ def _perform(
     usable = [run for run in runs if not run.lacks(missing) and not run.conflict]
     if all(run.results for run in usable):
         return failed
+
+    def end(run: Run, outcome: Outcome) -> None:
+        if outcome.code == 2:  # Other runs may share images or weights that are unusable.
+            plan.open_inputs([run], missing, fetch=True)
+        if outcome.code and not run.lacks(missing):
+            failed[run.folder] = outcome
+        left = [run for run in usable if run.folder not in failed and not run.lacks(missing)]
+        say(_ending(run, outcome, left, machines), options.quiet)
+
     with _stop_on_signals() as stop:
-        if options.ray is None:
-            ended = workers.work(usable, shares, missing, stop, options.quiet)
-        else:
-            ended = workers.work_with_ray(
-                usable, options.ray, options.ray_gpus, missing, stop, options.quiet
-            )
-        for run, outcome in ended:
-            shared = plan.cause(run, outcome.line) if outcome.code == 2 else None
-            if shared:
-                missing.setdefault(shared, outcome.line)
-            elif outcome.code:
-                failed[run.folder] = outcome
-            left = [run for run in usable if run.folder not in failed and not run.lacks(missing)]
-            say(_ending(run, outcome, left, machines), options.quiet)
+        attempt = workers.attempt
+        if options.ray is not None:
+            shares, attempt = workers.on_ray(options.ray, options.ray_gpus)
+        workers.work(usable, shares, attempt, end, missing, stop, options.quiet)
     return failed
 
 
 def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
     """Returns a line on how a run ended, and the time left if as many runs stay in parallel."""
-    results, titles = run.results, evaluation.TITLES
-    accuracy = results.accuracy if results else {}
-    text = ", ".join(f"{titles.get(name, name)} {value:.2f}" for name, value in accuracy.items())
-    if outcome.code:
-        text = f"failed: {outcome.line}"
+    text = f"failed: {outcome.line}" if outcome.code else "done"
     states = [run.state for run in runs]
     left = len(runs) - states.count("done")
     needed = [need for need in plan.needs(runs, machines) if need.hours]

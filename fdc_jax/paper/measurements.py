@@ -13,8 +13,7 @@ from typing import Any
 
 from fdc_jax import errors
 from fdc_jax.errors import InputError, StopRequest
-from fdc_jax.paper.plan import Machines, Run
-from fdc_jax.paper.workers import say
+from fdc_jax.paper.plan import Machines, Run, say
 from fdc_jax.run import configuration, estimate
 from fdc_jax.run.config import Config
 from fdc_jax.run.folder import RunFolder

@@ -10,9 +10,10 @@ import math
 import re
 import shlex
 import shutil
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,7 +24,7 @@ from fdc_jax.command import configured
 from fdc_jax.data import archive, benchmarks, cifar100, sources
 from fdc_jax.errors import InputError, counted, did_you_mean
 from fdc_jax.machine.files import holder, named_path, sha256
-from fdc_jax.model import vit, weights
+from fdc_jax.model import weights
 from fdc_jax.report import paper
 from fdc_jax.run import configuration, estimate
 from fdc_jax.run import setup as setups
@@ -33,7 +34,7 @@ from fdc_jax.run.records import Results
 
 LOCK = ".worker"  # lock of `fdc paper` in the folder of a run; `fdc run` locks `.lock`
 # The table of logit standardisation needs `ls`.
-_FLAGS_OF_ALL = {"--config.calibrators": "fdc,gaussians,ls", "--config.report": "False"}
+_FLAGS = ("--config.calibrators=fdc,gaussians,ls", "--config.report=False")
 _OPENED_AT_ONCE = 4
 
 _PAPER = f"{paper.NUMBERS['cost_device']} (the paper's, scaled)"
@@ -48,16 +49,15 @@ class Run(NamedTuple):
 
     benchmark: str
     learner: str
-    seed: int
     folder: Path
     arguments: tuple[str, ...]  # of `fdc run`
-    config: Config  # shared by all seeds
+    config: Config
 
     @property
     def titles(self) -> tuple[str, str, str]:
         """Benchmark, learner and seed as in tables."""
         benchmark = paper.benchmark_title(self.benchmark)
-        return benchmark, learners.title(self.learner), f"seed {self.seed}"
+        return benchmark, learners.title(self.learner), f"seed {self.config.seed[0]}"
 
     def __str__(self) -> str:
         return ", ".join(self.titles)
@@ -76,9 +76,7 @@ class Run(NamedTuple):
     def inputs(self) -> tuple[Input, Input]:
         """The images and the weights that the run shares with others."""
         encoder = self.config.encoder
-        named = encoder.weights in weights.NAMED
-        file = f"{encoder.weights} {encoder.variant}" if named else encoder.weights
-        return ("data", self.benchmark), ("weights", file)
+        return ("data", self.benchmark), ("weights", f"{encoder.weights} {encoder.variant}")
 
     def lacks(self, missing: ByInput) -> bool:
         """Returns True if its images or its weights are missing."""
@@ -94,7 +92,7 @@ class Run(NamedTuple):
     @property
     def conflict(self) -> str:
         """Fields whose values differ in the run that the folder holds, as text, or ""."""
-        fields = configuration.flatten(self.config) | {"seed": [self.seed]}
+        fields = configuration.flatten(self.config)
         if not self.config.train.epochs:  # The run chooses a number.
             del fields["train.epochs"]
         return RunFolder(self.folder).differing(fields)
@@ -111,12 +109,18 @@ class Run(NamedTuple):
         return "begun" if RunFolder(self.folder).config_file.exists() else "to do"
 
 
-def make(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict[Input, str]]:
+def say(text: str, quiet: bool = False) -> None:
+    """Prints a line of the command on standard error."""
+    if not quiet:
+        print(f"fdc_jax.paper: {text}", file=sys.stderr, flush=True)
+
+
+def make(options: Namespace, fields: Sequence[str]) -> tuple[list[Run], dict[Input, str]]:
     """Returns all runs, the most valuable first, and what is missing of their images.
 
     Args:
         options: parsed options of the command.
-        overrides: values of the flags `--config.FIELD`, for all runs.
+        fields: flags `--config.FIELD=VALUE` of all runs.
 
     Raises:
         InputError: a name or a field is unknown, or a value is not allowed.
@@ -125,58 +129,54 @@ def make(options: Namespace, overrides: dict[str, str]) -> tuple[list[Run], dict
         list(dict.fromkeys(text.split(",")))
         for text in (options.benchmarks, options.learners, options.seeds)
     )
-    for field, flag in (("seed", "seeds"), ("learner.name", "learners")):
-        if f"--config.{field}" in overrides:
-            raise InputError(f"--config.{field}: expected --{flag}")
-    if not all(map(str.isdecimal, seeds)):
-        raise InputError(f"--seeds: expected whole numbers such as 1,2,3, found {options.seeds}")
-    flags = _FLAGS_OF_ALL | overrides
-    data: dict[str, dict[str, str]] = {}
+    given = _by_name(fields)
+    for field, flag in (("--config.seed", "--seeds"), ("--config.learner.name", "--learners")):
+        if field in given:
+            raise InputError(f"{field}: expected {flag}")
+    data: dict[str, list[str]] = {}
     missing: dict[Input, str] = {}
     for benchmark in benchmark_names:
         if benchmark not in benchmarks.BENCHMARKS:
             raise InputError(did_you_mean("--benchmarks", benchmark, benchmarks.BENCHMARKS))
-        data[benchmark] = {}
+        data[benchmark] = []
         try:
-            if "--config.data.source" not in overrides:
+            if "--config.data.source" not in given:
                 data[benchmark] = _find_data(benchmark, options.data)
         except InputError as error:
             missing["data", benchmark] = str(error)
-    configs = {}
-    for benchmark, learner in itertools.product(benchmark_names, learner_names):
-        learners.find(learner, "--learners")
-        fields = (data[benchmark] | flags).items()
-        config = configured([f"--config={benchmark}:{learner}", *map("=".join, fields)])
-        configs[benchmark, learner], _ = setups.recognise(config)
     runs = []
     for seed, learner, benchmark in itertools.product(seeds, learner_names, benchmark_names):
-        folder = Path(options.workdir) / benchmark / learner / f"seed_{seed}"
-        run_flags = {"--config": f"{benchmark}:{learner}"} | data[benchmark] | flags
-        run_flags |= {"--config.seed": seed, "--workdir": str(folder)}
-        arguments = tuple(map("=".join, run_flags.items()))
-        config = configs[benchmark, learner]
-        runs.append(Run(benchmark, learner, int(seed), folder, arguments, config))
+        learners.find(learner, "--learners")
+        flags = _by_name([f"--config={benchmark}:{learner}", *data[benchmark], *_FLAGS, *fields])
+        words = *flags.values(), f"--config.seed={seed}"
+        config, _ = setups.recognise(configured(words))
+        folder = Path(options.workdir, benchmark, learner, f"seed_{seed}")
+        runs.append(Run(benchmark, learner, folder, (*words, f"--workdir={folder}"), config))
     return runs, missing
 
 
-def _find_data(benchmark: str, data: str) -> dict[str, str]:
+def _by_name(words: Sequence[str]) -> dict[str, str]:
+    """Returns flags by their names, of which the last one holds."""
+    return {word.partition("=")[0]: word for word in words}
+
+
+def _find_data(benchmark: str, data: str) -> list[str]:
     """Returns the flags that name the data of a benchmark; none if a run finds them by itself.
 
     Raises:
         InputError: the data are missing.
     """
-    folder = named_path("--data", data) if data else None
-    paths = sorted(folder.iterdir(), key=Path.is_file) if folder and folder.is_dir() else []
+    paths = sorted(named_path("--data", data).iterdir(), key=Path.is_file) if data else []
     file, page = benchmarks.ARCHIVES.get(benchmark, (cifar100.ARCHIVE_NAME, ""))
     for path in paths if benchmark != "digits" else ():
         if benchmark == "cifar100" and path.name == benchmark:
-            return {"--config.data.dir": str(folder)}  # prepared by TFDS
+            return [f"--config.data.dir={data}"]  # prepared by TFDS
         if _simplified(path.name) in map(_simplified, (file, benchmark)):
-            return {"--config.data.source": str(path)}
+            return [f"--config.data.source={path}"]
     if page:
         text = f"put {file} (archive or folder; size not published) into --data=FOLDER, {page}"
         raise InputError(text)
-    return {}
+    return []
 
 
 def _simplified(name: str) -> str:
@@ -194,7 +194,7 @@ def title(shared: Input) -> str:
 
 
 def open_inputs(
-    runs: Sequence[Run], missing: dict[Input, str], fetch: bool, say: Callable[[str], None]
+    runs: Sequence[Run], missing: dict[Input, str], fetch: bool, quiet: bool = True
 ) -> dict[Input, str]:
     """Opens the images and weights of all runs as they do, each once, several at a time.
 
@@ -204,30 +204,27 @@ def open_inputs(
         runs: the runs of the plan.
         missing: gets a line for those that cannot be used; those that it has are passed over.
         fetch: download what the runs would download.
-        say: prints a line.
+        quiet: print no progress.
 
     Returns:
         By input, a line with size and checksum.
     """
     configs: dict[Input, Config] = {}
+    ready: dict[Input, str] = {}
     for run in runs:
         for shared in run.inputs:
-            configs.setdefault(shared, run.config)
-    ready: dict[Input, str] = {}
+            if shared not in missing:
+                configs.setdefault(shared, run.config)
+
+    def check(shared: Input) -> None:
+        try:
+            ready[shared] = open_input(shared, configs[shared], fetch)
+        except InputError as error:
+            missing[shared] = str(error)
+        say(f"checked {title(shared)}", quiet)
+
     with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
-        pending = {
-            pool.submit(open_input, shared, config, fetch): shared
-            for shared, config in configs.items()
-            if shared not in missing
-        }
-        for number, future in enumerate(as_completed(pending), 1):
-            shared = pending[future]
-            try:
-                ready[shared] = future.result()
-            except InputError as error:
-                missing[shared] = str(error)
-            if len(pending) > number:
-                say(f"opened {title(shared)}, {number} of {len(pending)}")
+        list(pool.map(check, configs))
     return ready
 
 
@@ -250,20 +247,6 @@ def open_input(shared: Input, config: Config, fetch: bool = False) -> str:
     )
 
 
-def cause(run: Run, line: str) -> Input | None:
-    """Returns the images or weights that a line of a failed run is about, or None."""
-    config, cache = run.config, setups.cache_folder(run.config) / "data"
-    images, encoder = run.inputs
-    names = {
-        images: ["config.data.", str(cache), cifar100.URL, config.data.source, config.data.dir],
-        encoder: ["config.encoder.weights", config.encoder.weights],
-    }
-    for shared, parts in names.items():
-        if any(part in line for part in filter(None, parts)):
-            return shared
-    return None
-
-
 # Hours and GiB ------------------------------------------------------------------------------------
 
 
@@ -282,52 +265,47 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
     the paper's, scaled.
     """
     speeds: dict[tuple[Any, ...], tuple[float, str]] = {}
-    finished = [run.results for run in runs]
     for kind, machine in machines.items():
         if machine.seconds:
             speeds[kind] = machine.seconds, f"{machine.device} (a timed step)"
-    for run, results in zip(runs, finished, strict=True):
-        if results and (speed := estimate.seconds_per_pass(results)):
+    for run in runs:
+        if (results := run.results) and (speed := estimate.seconds_per_pass(results)):
             kind = estimate.kind(run.config)
             speeds[kind] = speeds[*kind, run.learner] = speed, f"{results.device} (finished runs)"
-    result = []
-    for run, results in zip(runs, finished, strict=True):
-        if results:
-            result.append(Need(0.0, "", 0.0))
-            continue
-        kind = estimate.kind(run.config)
-        size = estimate.size(run.config)
-        passes = estimate.passes(configuration.flatten(run.config), size)
-        known = speeds.get((*kind, run.learner), speeds.get(kind))
-        seconds, source = known or (_seconds_of_paper(run.benchmark) * _cost(run.config), _PAPER)
-        if math.isnan(seconds):
-            source = ""
-        left = 1 - len(RunFolder(run.folder).recorded_tasks()) / size.tasks
-        gib = math.nan
-        if machine := machines.get(kind):
-            state = machine.state_bytes[run.benchmark, run.learner]
-            gib = estimate.disk(run.config, size, state, machine.width) / 2**30
-        result.append(Need(seconds * left * passes / 3600, source, gib))
-    return result
+    return [_need(run, speeds, machines) for run in runs]
 
 
-def _cost(config: Config) -> float:
-    """Returns the cost of an image in units of the paper's encoder, ViT-B/16 at 224 pixels."""
-    encoder = config.encoder
-    _, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)
-    of_paper = estimate.cost(vit.VARIANTS["B/16"], 224)
-    return estimate.cost(variant, encoder.image_size) / of_paper
+def _need(run: Run, speeds: Mapping[Any, tuple[float, str]], machines: Machines) -> Need:
+    if run.results:
+        return Need(0.0, "", 0.0)
+    kind, size = estimate.kind(run.config), estimate.size(run.config)
+    if (*kind, run.learner) in speeds:
+        seconds, source = speeds[*kind, run.learner]
+    elif kind in speeds:
+        seconds, source = speeds[kind]
+    else:
+        seconds, source = _seconds_of_paper(run.benchmark) * estimate.cost(run.config), _PAPER
+    left = 1 - len(RunFolder(run.folder).recorded_tasks()) / size.tasks
+    gib = math.nan
+    if machine := machines.get(kind):
+        state = machine.state_bytes[run.benchmark, run.learner]
+        gib = estimate.disk(run.config, size, state, machine.width) / 2**30
+    hours = seconds * left * estimate.passes(configuration.flatten(run.config), size) / 3600
+    return Need(hours, "" if math.isnan(hours) else source, gib)
 
 
 @functools.cache
 def _seconds_of_paper(benchmark: str) -> float:
-    """Returns the paper's seconds of a pass (table of costs, Cumulative-LoRA); NaN if unknown."""
-    lines = paper.published()
-    of_benchmark = (lines["benchmark"] == benchmark) & (lines["learner"] == "cumulative_lora")
-    costs = lines[of_benchmark & lines["quantity"].isin(["training_minutes", "fdc_minutes"])]
-    minutes = math.fsum(costs["value"]) if len(costs) == 2 else math.nan
+    """Returns the paper's seconds of a pass, per cost of an image; NaN if unknown.
+
+    They are those of Cumulative-LoRA in the table of costs.
+    """
+    lines = paper.published().query("learner == 'cumulative_lora' and benchmark == @benchmark")
+    costs: Any = lines[lines["quantity"].isin(["training_minutes", "fdc_minutes"])]["value"]
     config = configured([f"--config={benchmark}:cumulative_lora"])
-    return 60 * minutes / estimate.passes(configuration.flatten(config), estimate.size(config))
+    passes = estimate.passes(configuration.flatten(config), estimate.size(config))
+    # The sum of no numbers is NaN.
+    return 60 * costs.sum(min_count=2) / passes / estimate.cost(config)
 
 
 def describe(

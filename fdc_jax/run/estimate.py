@@ -4,6 +4,7 @@ Work is counted in passes: an image in a training step counts one, an image that
 gradients counts half. Learners state what their steps and their other passes count.
 """
 
+import dataclasses
 import io
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,6 @@ from PIL import Image
 from fdc_jax import learners
 from fdc_jax.data import benchmarks
 from fdc_jax.data.batches import Batch, TrainBatches
-from fdc_jax.data.dataset import Dataset
 from fdc_jax.learners import Learner
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
@@ -68,14 +68,15 @@ def size(config: Config) -> Size:
     """Returns the size of a run on a benchmark, from the table of benchmarks."""
     benchmark = benchmarks.BENCHMARKS[config.benchmark]
     data = config.data
-    learned = task_sizes(config)[: config.num_tasks or None]
-    share = sum(learned) / benchmark.num_classes
+    sizes = task_sizes(config)[: config.num_tasks or None]
+    share = sum(sizes) / benchmark.num_classes
 
     def images(count: int, limit: int) -> int:
         return round(share * min(count, limit * benchmark.num_classes or count))
 
-    train = images(benchmark.num_train, data.train_per_class)
-    return Size(train, images(sum(benchmark.task_test_counts), data.test_per_class), len(learned))
+    learned = 1 - data.validation_share
+    train = round(learned * images(benchmark.num_train, data.train_per_class))
+    return Size(train, images(sum(benchmark.task_test_counts), data.test_per_class), len(sizes))
 
 
 def passes(fields: Mapping[str, Any], size: Size) -> float:
@@ -110,9 +111,10 @@ def kind(config: Config) -> tuple[Any, ...]:
     return config.encoder.variant, config.encoder.image_size, config.precision
 
 
-def cost(variant: vit.Variant, image_size: int) -> int:
+def cost(config: Config) -> int:
     """Returns the approximate cost of an image, for comparison with other encoders and sizes."""
-    return variant.depth * variant.width**2 * (image_size // variant.patch) ** 2
+    config, variant = setups.recognise(config)
+    return variant.depth * variant.width**2 * (config.encoder.image_size // variant.patch) ** 2
 
 
 def machine(configs: Mapping[Any, Config], timed: bool) -> Machine:
@@ -159,19 +161,14 @@ def _seconds_of_loading(config: Config) -> float:
     file = io.BytesIO()
     Image.fromarray(colours).resize(_PHOTOGRAPH).save(file, "JPEG")
     images = _LOADED_IMAGES
-    photographs = Dataset(
-        name="",
-        split="",
-        partition="",
-        labels=np.zeros(images, np.int32),
-        ids=tuple(map(str, range(images))),
-        class_names=("",),
-        read=lambda index: file.getvalue(),
-    )
+    from fdc_jax.data import digits  # The import takes a second.
+
+    train, _ = digits.open_digits()
+    photographs = dataclasses.replace(train, read=lambda index: file.getvalue())
     batches = TrainBatches(
         photographs,
         np.arange(images),
-        photographs.labels,
+        train.labels[:images],
         batch_size=images // 2,
         image_size=config.encoder.image_size,
         workers=config.data.workers,
