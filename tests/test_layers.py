@@ -22,7 +22,7 @@ LIMITS = {
     "calibration": 26_930,
     "data": 14_400,
     "features": 3_480,
-    "learners": 22_660,
+    "learners": 22_670,
     "machine": 7_590,
     "model": 11_460,
     "package": 13_840,

@@ -94,12 +94,12 @@ class E2LoRA(Learner):
 
     def _fresh(self, key: Array) -> dict[str, Factors]:
         """Returns the increment that the first task trains."""
-        setup = self.setup
-        params = vit.parameter_shapes(setup.model, setup.image_size)
+        model: Any = self.setup.model
+        params = vit.parameter_shapes(model, self.setup.image_size)
         read = functools.partial(vit.pretrained_kernels, names=tuple(INPUTS))
         shapes = jax.eval_shape(read, params)
         outputs = {name: kernel.shape[-1] for name, kernel in shapes.items()}
-        return increments.initialise(key, setup.variant, 0, outputs)
+        return increments.initialise(key, self.setup.variant, 0, outputs)
 
     def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
         """Returns what the task keeps of earlier ones, and its increment and head."""
@@ -248,7 +248,7 @@ def input_scatters(model: Any, parameters: Any, batch: Batch) -> dict[str, Float
     _, sown = vit.in_float32(model).apply({"params": parameters}, images, mutable=["intermediates"])
     scatters = {}
     for name, sown_name in INPUTS.items():
-        (inputs,) = sown["intermediates"]["Transformer"][sown_name]
+        inputs: Any = sown["intermediates"]["Transformer"][sown_name][0]
         weights = jnp.broadcast_to(batch.weights[None, :, None, None], (*inputs.shape[:3], 1))
         mean = jnp.sum(weights * inputs, axis=(1, 2), keepdims=True)
         centred = inputs - mean / jnp.sum(weights, axis=(1, 2), keepdims=True)

@@ -83,7 +83,7 @@ class LoRASubtraction(Learner):
     paper_row = 6
     selected = "pac+rlc_adapted_view"
 
-    # Those of ImageNet-A are two ports', those of OmniBenchmark a guess.
+    # Two ports have the values of ImageNet-A; the values of OmniBenchmark are guesses.
     triplet_weight: Annotated[
         float,
         Meta(

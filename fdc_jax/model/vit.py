@@ -513,7 +513,7 @@ def pretrained_kernels(params: Any, names: tuple[str, ...] = ("key", "value")) -
 
 def with_kernels(params: Any, kernels: Any) -> AllParameters:
     """Returns a parameter tree with kernels [l, d, e] in place of its own, by name."""
-    flat = traverse_util.flatten_dict(params)
+    flat: Any = traverse_util.flatten_dict(params)
     for name, stacked in kernels.items():
         paths = UPDATED_LAYERS[name]
         for path, kernel in zip(paths, jnp.split(stacked, len(paths), axis=-1), strict=True):

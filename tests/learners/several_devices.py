@@ -84,7 +84,8 @@ def check_moments() -> None:
     kernels = vit.pretrained_kernels(backbone)
     batch = devices.split(mesh, toy.make_batch(0, 8, 3))
     totals = (jnp.zeros_like(kernels["key"]), jnp.zeros(()))
-    lowered = second_moments.add_batch.lower(setup.model, 8, backbone, kernels, batch, totals)
+    model = vit.in_float32(setup.model)
+    lowered = second_moments.add_batch.lower(model, 8, backbone, kernels, batch, totals)
     program = lowered.compile().as_text()
     assert "all-reduce(" in program
     for moved in ("all-gather(", "all-to-all(", "collective-permute("):

@@ -120,7 +120,7 @@ def test_golden_step(backbone):
     assert [float(number) for number in observed] == pytest.approx(GOLDEN, rel=2e-5)
 
 
-def test_directions_are_those_of_the_drift(run, backbone):
+def test_directions_follow_the_drift_of_a_batch(run, backbone):
     """By the SVD of the centred drift of one batch, over all tokens of its images."""
     for task, step in enumerate(run.steps):
         images, _ = toy.shown([next(step.images.augmented())])
@@ -141,7 +141,7 @@ def test_directions_are_those_of_the_drift(run, backbone):
                 np.testing.assert_allclose(remaining[:size], energies[:size], atol=1e-5)
 
 
-def test_a_task_trains_only_what_was_released(run, backbone):
+def test_a_task_trains_released_directions_alone(run, backbone):
     """Rows of B stay orthonormal, kept ranks stay, and the sum is what training left."""
     for task, step in enumerate(run.steps):
         trained = toy.float64(step.trained)
