@@ -223,12 +223,15 @@ def test_league():
         assert photographs == league_cell(runs[tuple(key)]["caltech101_66"], "accuracy")
 
 
-def test_estimates_of_scoring_and_extraction_are_those_of_the_file():
-    records = saved("ahead_of_time/v5e_scoring")["records"]
-    milliseconds = {record["program"]: record["milliseconds"] for record in records}
-    rows = {
-        row[0]: row[1] for row in table_under("docs/studies/ahead_of_time.md", "| | v5e | v6e |")
-    }
-    assert rows["scoring of 64 images"] == f"{milliseconds['scoring']:.3f} ms"
-    extraction = rows["extraction of 64 images"].split(" ms")[0]
-    assert extraction == f"{milliseconds['extraction']:.1f}"
+def test_checkpoints():
+    rows = {row["what"]: row["seconds"] for row in saved("performance/checkpoints")["rows"]}
+    page = (REPOSITORY / "docs/performance.md").read_text()
+    learners = "cumulative_lora, 33 MiB", "slca, 1434 MiB"
+    stops = [rows[f"checkpoint of {name}, stops training"] for name in learners]
+    writes = [rows[f"checkpoint of {name}, is written"] for name in learners]
+    processor = [f"{row['processor']:.2f} s" for row in (*stops, *writes)]
+    assert f"| {processor[0]}, {processor[1]} | until it is written" in page
+    assert f"a synchronous checkpoint: {processor[2]}, {processor[3]} |" in page
+    clock = [f"{row['clock']:.2g}" for row in (*stops, *writes)]
+    text = " ".join(page.split())
+    assert f"{clock[0]} and {clock[1]} s by the clock, and {clock[2]} and {clock[3]} s" in text

@@ -1,0 +1,146 @@
+"""The tables of docs/studies/ahead_of_time.md against the files in results/ahead_of_time/."""
+
+import pytest
+
+from fdc_jax import learners
+from tests.test_numbers import REPOSITORY, saved, table_under
+
+PAGE = "docs/studies/ahead_of_time.md"
+FILES = sorted((REPOSITORY / "results" / "ahead_of_time").glob("*.json"))
+EPOCHS = 20
+GIB = 2**30
+# Numbers of passes over the images of a task, by program.
+PASSES = {
+    "ewc_lora": {"squared_gradients": 1},
+    "splitlora": {"attention_moments": 1},
+    "inflora": {"attention_moments": 2},
+    "inflora_ca": {"attention_moments": 2, "extraction": 1},
+    "lora_subtraction": {"attention_moments": 1, "extraction": 1},
+    "loda": {"attention_moments": 3},
+    "rsiat": {"extraction": 2},
+    "slca": {"extraction": 1},
+    "e2_lora": {"extraction": 1},
+}
+NAMES = {
+    "attention_moments": "second moments",
+    "squared_gradients": "squared gradients",
+    "extraction": "features of classes",
+}
+
+
+def records(*names):
+    """Returns the records of one device in files, by program and batch size."""
+    by_program = {}
+    for name in names:
+        for record in saved(f"ahead_of_time/{name}")["records"]:
+            if record["devices"] == 1:
+                by_program[record["program"], record["batch_size"]] = record
+    return by_program
+
+
+def milliseconds(record):
+    """Returns the estimate, which earlier files have by part of the encoder."""
+    estimate = record["milliseconds"]
+    return sum(estimate.values()) if isinstance(estimate, dict) else estimate
+
+
+def memory(record):
+    """Returns GiB of temporary memory as the page has them."""
+    return f"{record['memory_bytes']['temporary'] / GIB:.2f}"
+
+
+def cells(record):
+    """Returns milliseconds, images per second, share of the peak and memory, as on the page."""
+    images, share = record["images_per_second"], 100 * record["share_of_peak"]
+    return [f"{milliseconds(record):.1f}", f"{images:,.0f}", f"{share:.0f}", memory(record)]
+
+
+def programs():
+    """Returns a row per program of Cumulative-LoRA, its batch size and target."""
+    return [
+        [f"{name} of {size} images", f"TPU {target}", *cells(records(target)[program, size])]
+        for program, name in (("cumulative_lora", "step"), ("extraction", "extraction"))
+        for size in (64, 256)
+        for target in ("v5e", "v6e")
+    ]
+
+
+def steps():
+    """Returns a row per learner, its step of 64 images on v5e."""
+    found = records("v5e")
+    names = [name for name in learners.names(trained=True) if (name, 64) in found]
+    return [[learners.title(name), *cells(found[name, 64])] for name in names]
+
+
+def passes():
+    """Returns a row per pass before or after a task: its estimate, and divided by the step's."""
+    found = records("v5e", "v5e_passes")
+    step = milliseconds(found["cumulative_lora", 64])
+    rows = []
+    for program, name in NAMES.items():
+        record = found[program, 64]
+        estimate = milliseconds(record)
+        seconds = f"{record['compile_processor_seconds']:.0f}"
+        rows.append([name, f"{estimate:.1f}", f"{estimate / step:.2f}", memory(record), seconds])
+    return rows
+
+
+def shares():
+    """Returns a row per learner with passes: how many, and their share of passes and training."""
+    found, rows = records("v5e", "v5e_passes"), []
+    for name, numbers in PASSES.items():
+        if (name, 64) not in found:
+            continue
+        extra = 0.0
+        for program, count in numbers.items():
+            extra += count * milliseconds(found[program, 64])
+        training = EPOCHS * milliseconds(found[name, 64])
+        counts = [str(numbers.get(program, "")) for program in NAMES]
+        rows.append([learners.title(name), *counts, f"{100 * extra / (extra + training):.0f}"])
+    return rows
+
+
+def on_h100():
+    """Returns a row per program, its temporary memory on one H100."""
+    found = records("h100")
+    names = dict.fromkeys(program for program, _ in found)
+    return [
+        [learners.title(name), *(memory(found[name, size]) for size in (64, 256))] for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("| program | target |", programs),
+        ("| learner's step of 64 images |", steps),
+        ("| pass over 64 images |", passes),
+        ("| passes over a task |", shares),
+        ("| on an H100 |", on_h100),
+    ],
+)
+def test_tables_of_estimates_are_those_of_the_files(header, expected):
+    assert table_under(PAGE, header) == expected()
+
+
+def test_scoring_and_its_extraction_are_those_of_the_file():
+    of_file, page = records("v5e_scoring"), (REPOSITORY / PAGE).read_text()
+    scoring, extraction = (milliseconds(of_file[name, 64]) for name in ("scoring", "extraction"))
+    assert f"for 20 tasks in {scoring:.3f} ms on v5e, beside {extraction:.1f} ms" in page
+
+
+def test_page_has_the_command_and_the_commit_of_every_file():
+    page = (REPOSITORY / PAGE).read_text()
+    for path in FILES:
+        record = saved(f"ahead_of_time/{path.stem}")
+        assert record["command"] in page
+        assert f"`{path.name}` | {record['versions']['commit'][:7]}" in page
+
+
+def test_passes_cost_what_learners_declare():
+    costs = {}
+    for name, numbers in PASSES.items():
+        costs[name] = numbers.get("squared_gradients", 0.0)
+        costs[name] += 0.5 * (numbers.get("attention_moments", 0) + numbers.get("extraction", 0))
+    declared = {name: learners.find(name).extra_passes for name in learners.names(trained=True)}
+    assert costs == {name: cost for name, cost in declared.items() if cost}
