@@ -52,7 +52,8 @@ def cache(tmp_path_factory):
 
     These are also those of all other tests, and of all workers of one test run.
     """
-    base, folder = tmp_path_factory.getbasetemp(), tmp_path_factory.mktemp("cache")
+    base = tmp_path_factory.getbasetemp()
+    folder = tmp_path_factory.mktemp("cache")
     compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     compiled.mkdir(exist_ok=True)
     (folder / "compiled").symlink_to(compiled)

@@ -1,10 +1,11 @@
 """The site of docs/: navigation, notation, notebooks; that it builds, and loads nothing else."""
 
 import importlib
+import itertools
 import json
 import os
 import re
-import subprocess
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,21 +16,25 @@ import yaml
 
 from fdc_jax import calibration
 from fdc_jax.run import config
+from tests import small_runs
 from tests.report import test_browser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DOCS, PACKAGE = REPOSITORY / "docs", REPOSITORY / "fdc_jax"
+DOCS = REPOSITORY / "docs"
+PACKAGE = REPOSITORY / "fdc_jax"
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 browser = test_browser.browser
 NOTATION = re.findall(r"`([a-z]\w*(?:\.\w+)+)`", (DOCS / "notation.md").read_text())
 
 
 def leaves(nav):
-    """RunPaths in a navigation, which is a list of pages and of lists under a title."""
+    """Returns the paths in a navigation, a list of pages and of lists under a title."""
     if isinstance(nav, str):
         return [nav]
-    parts = nav if isinstance(nav, list) else nav.values()
-    return [leaf for part in parts for leaf in leaves(part)]
+    paths = []
+    for part in nav if isinstance(nav, list) else nav.values():
+        paths += leaves(part)
+    return paths
 
 
 def test_navigation_has_every_page_and_package_once():
@@ -38,8 +43,7 @@ def test_navigation_has_every_page_and_package_once():
     for init in PACKAGE.rglob("__init__.py"):
         expected.append(f"api/{'.'.join(init.parent.relative_to(REPOSITORY).parts)}.md")
     actual = leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
-    actual = [path for path in actual if not path.startswith("repository/")]
-    assert sorted(actual) == sorted(expected)
+    assert sorted(expected) == sorted(path for path in actual if "repository/" not in path)
 
 
 def is_there(name):
@@ -77,21 +81,26 @@ def test_the_notation_has_every_setting_of_the_paper():
 
 
 def is_unexpected(output):
-    """Whether a cell failed or warned; refusals of commands are expected."""
+    """Returns True if a cell failed or warned; refusals of commands are expected."""
     text = "".join(output.get("text", ""))
     warned = output.get("name") == "stderr" and re.search("warning|error|traceback", text, re.I)
     refused = text.startswith("fdc_jax.run: ")
     return bool(warned and not refused) or output["output_type"] == "error"
 
 
+def outputs_of(path):
+    """Returns the cells of code in a notebook, and their outputs."""
+    cells = json.loads(path.read_text())["cells"]
+    cells = [cell for cell in cells if cell["cell_type"] == "code"]
+    return cells, list(itertools.chain.from_iterable(cell["outputs"] for cell in cells))
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_compile_and_hold_their_outputs(path):
     transformers = pytest.importorskip("IPython.core.inputtransformer2")
     assert path.stat().st_size < 400_000
-    notebook = json.loads(path.read_text())
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    cells, outputs = outputs_of(path)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    outputs = [output for cell in cells for output in cell["outputs"]]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not any(map(is_unexpected, outputs))
     assert not re.search(r"/(home|root|tmp|work|Users)/", json.dumps(outputs))
@@ -110,16 +119,11 @@ def test_notebooks_run(path, tmp_path):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     folder = tmp_path / "docs" / "tutorials"
     folder.mkdir(parents=True)
-    (folder / path.name).write_bytes(path.read_bytes())
-    command = [sys.executable, "-m", "nbconvert", "--execute", "--inplace", folder / path.name]
+    copy = Path(shutil.copy(path, folder))
     bin_first = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    ran = subprocess.run(
-        command, env=os.environ | {"PATH": bin_first}, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    for cell in json.loads((folder / path.name).read_text())["cells"]:
-        for output in cell.get("outputs", ()):
-            assert not is_unexpected(output), output
+    convert = ("-m", "nbconvert", "--execute", "--inplace", copy)
+    small_runs.python(*convert, env=os.environ | {"PATH": bin_first})
+    assert not [*filter(is_unexpected, outputs_of(copy)[1])]
 
 
 # The site ----------------------------------------------------------------------------------------
@@ -130,7 +134,10 @@ class Page(HTMLParser):
 
     def __init__(self, path):
         super().__init__()
-        self.loaded, self.linked, self.ids, self.tags = [], [], set(), set()
+        self.loaded = []
+        self.linked = []
+        self.ids = set()
+        self.tags = set()
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attributes):
@@ -149,24 +156,19 @@ def site(tmp_path_factory):
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
     # Not quietly: what is not logged does not count as a warning.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
-    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    small_runs.python("-m", "mkdocs", "build", "--strict", "--site-dir", folder)
     return folder
 
 
-CUT = (
-    "[...document.querySelectorAll('pre > code')].map(each => each.scrollWidth - each.clientWidth)"
-)
+CUT = "[...document.querySelectorAll('pre > code')].map(it => it.scrollWidth - it.clientWidth)"
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("width", [1280, 390])
 def test_pages_fit_screens_and_cut_no_command(browser, site, width):
     opened = browser.new_page(viewport={"width": width, "height": 900})
-    for path in sorted(
-        {*site.glob("*.html"), *site.glob("tutorials/*.html")} - {site / "404.html"}
-    ):
+    pages = {*site.glob("*.html"), *site.glob("tutorials/*.html")} - {site / "404.html"}
+    for path in sorted(pages):
         opened.goto(path.as_uri())
         assert opened.evaluate("document.documentElement.scrollWidth") <= width, path
         if path.name == "index.html":

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from fdc_jax import calibration, heads
-from fdc_jax.errors import InputError
 from tests.calibration import streams
-from tests.integrations.conftest import run_program
+from tests.errors import input_error
+from tests.integrations.conftest import run_program, surpasses
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 
@@ -32,89 +33,102 @@ class Split(torch.nn.Module):
 
 def fitted(name, dual=True):
     """Returns a calibrator of labels out of order, one of them without images, and inputs."""
-    calibrator, tasks = calibration.make(name), streams.stream(9, offset=1.0)
+    calibrator = calibration.make(name)
+    tasks = streams.stream(9, offset=1.0)
     for task, names in zip(tasks, ([7, 3, 5], [8, 2, 9, 0], [4, 6]), strict=True):
-        labels, names = np.array(names)[task.rows], np.array(names)
+        labels = np.array(names)[task.rows]
         kept = labels != 3
-        adapted, head = task.adapted[kept], streams.head_of(task, "linear")
+        adapted = task.adapted[kept]
         pretrained = task.pretrained[kept] if dual else None
-        calibrator.fit_task(adapted, labels[kept], head, pretrained, names, adapted)
+        calibrator.fit_task(adapted, labels[kept], task.head, pretrained, names, adapted)
     calibrator.finalize()
     return calibrator, streams.probe_inputs(tasks)
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians", "mahalanobis"])
-def test_a_module_scores_as_its_calibrator_and_so_do_its_copies(name, tmp_path):
+def test_a_module_and_its_copies_score_as_the_calibrator(name, tmp_path):
     calibrator, views = fitted(name)
-    expected = calibrator.class_scores(*views)[:, np.argsort(np.concatenate(calibrator.classes))]
-    model, images = fdc_torch.Calibrated(Split(), calibrator), torch.tensor(np.hstack(views))
+    order = np.argsort(np.concatenate(calibrator.classes))
+    expected = calibrator.class_scores(*views)[:, order]
+    model = fdc_torch.Calibrated(Split(), calibrator)
+    images = torch.tensor(np.hstack(views))
     torch.save(model, tmp_path / "model.pt")
-    again = torch.load(tmp_path / "model.pt", weights_only=False)
-    for each in (model, copy.deepcopy(model), again):
-        found = each(images)
-        assert found.dtype == torch.float32 and each.classes.tolist() == [0, *range(2, 10)]
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-        labels = each.classes[found.argmax(dim=1)].numpy()
-        np.testing.assert_array_equal(labels, calibrator.score(*views).label)
+    read = torch.load(tmp_path / "model.pt", weights_only=False)
+    for module in (model, copy.deepcopy(model), read):
+        scores = module(images)
+        assert scores.dtype == torch.float32 and module.classes.tolist() == [0, *range(2, 10)]
+        assert_allclose(scores, expected, rtol=1e-6)
+        labels = module.classes[scores.argmax(dim=1)]
+        assert_array_equal(labels, calibrator.score(*views).label)
 
 
-def test_one_view_and_what_is_refused():
-    calibrator, (adapted, pretrained) = fitted("fdc", dual=False)
+def test_one_view_scores_as_the_calibrator_others_are_refused():
+    calibrator, views = fitted("fdc", dual=False)
+    adapted = torch.tensor(views[0])
+    both = torch.tensor(np.hstack(views))
     model = fdc_torch.Calibrated(torch.nn.Identity(), calibrator)
-    np.testing.assert_allclose(
-        model(torch.tensor(adapted).double()).max(dim=1).values,
-        calibrator.score(adapted).task_scores.max(axis=1),
-        rtol=1e-6,
-    )
-    both = torch.tensor(np.hstack([adapted, pretrained]))
-    with pytest.raises(InputError, match="adapted features: expected width 16, found 28"):
+    expected = calibrator.score(views[0]).task_scores.max(axis=1)
+    assert_allclose(model(adapted.double()).max(dim=1).values, expected, rtol=1e-6)
+    with input_error("adapted features: expected width 16, found 28"):
         model(both)
-    with pytest.raises(InputError, match=r"features: expected one row per image, .* \[40, 4, 4\]"):
-        model(torch.tensor(adapted).reshape(-1, 4, 4))
-    with pytest.raises(InputError, match="call fit_task for every task, then finalize, first"):
+    with input_error(r"features: expected one row per image, .* \[40, 4, 4\]"):
+        model(adapted.reshape(-1, 4, 4))
+    with input_error("call fit_task for every task, then finalize, first"):
         fdc_torch.Calibrated(Split(), calibration.FDC())(both)
-    labels = torch.arange(40)
-    for batch, message in (
-        (both, "dictionaries with labels, found none"),
-        ({"image": both}, "dictionaries with labels, found none"),
-        ((both, labels + 0.5), "loader: labels: expected integers, found float32"),
-        ((both, labels[:7]), "loader: labels: .*40.*7"),
+
+
+IMAGES = torch.zeros(40, 28)
+LABELS = torch.arange(40)
+
+
+@pytest.mark.parametrize(
+    "batch, message",
+    [
+        (IMAGES, "dictionaries with labels, found none"),
+        ({"image": IMAGES}, "dictionaries with labels, found none"),
+        ((IMAGES, LABELS + 0.5), "loader: labels: expected integers, found float32"),
+        ((IMAGES, LABELS[:7]), "loader: labels: .*40.*7"),
         (["a", "b"], r"batches \(images, labels, ...\) or dictionaries of tensors"),
-    ):
-        with pytest.raises(InputError, match=message):
-            fdc_torch.collect(Split(), [batch])
-    kinds = (torch.nn.LayerNorm(3), torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU())
-    for layer in (*kinds, torch.nn.Embedding(3, 2), None):
-        with pytest.raises(InputError, match=f"expected a linear layer, .*{type(layer).__name__}"):
+    ],
+)
+def test_wrong_batches_are_refused(batch, message):
+    with input_error(message):
+        fdc_torch.collect(Split(), [batch])
+
+
+def test_wrong_layers_and_calibrators_are_refused():
+    kinds = (torch.nn.LayerNorm(3), torch.nn.Conv2d(1, 2, 3), torch.nn.Embedding(3, 2))
+    for layer in (*kinds, torch.nn.ReLU(), None):
+        with input_error(f"expected a linear layer, .*{type(layer).__name__}"):
             fdc_torch.head_of(layer)
     network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
-    with pytest.raises(InputError, match="layer: expected one of 0, 2, found '3'"):
-        fdc_torch.pooled(network, torch.zeros(1, 4), layer="3")
-    with pytest.raises(InputError, match="layer: expected one of 0, 2, found 'Linear'"):
-        fdc_torch.pooled(network, torch.zeros(1, 4), layer=network[0])
     network[0].spare = torch.nn.Linear(4, 3)
-    with pytest.raises(InputError, match=r"one that the model uses .*, found 0.spare"):
-        fdc_torch.pooled(network, torch.zeros(1, 4), layer="0.spare")
+    for layer, message in (
+        ("3", "layer: expected one of 0, .*2, found '3'"),
+        (network[0], "layer: expected one of 0, .*2, found 'Linear'"),
+        ("0.spare", r"one that the model uses .*, found 0.spare"),
+    ):
+        with input_error(message):
+            fdc_torch.pooled(network, torch.zeros(1, 4), layer=layer)
     for wrong in ({"tsf": True}, "fdc", calibration.FDC):
-        with pytest.raises(InputError, match=f"calibrator: expected .*{type(wrong).__name__}"):
+        with input_error(f"calibrator: expected .*{type(wrong).__name__}"):
             fdc_torch.Calibrated(network, wrong)
     assert fdc_torch.head_of(network, [1], name="2").weight.shape == (1, 3)
 
 
-def test_features_are_the_input_of_the_layer_that_gives_the_output(caplog):
+def test_features_are_the_input_of_the_layer_of_the_output(caplog):
     torch.manual_seed(0)
     encoder = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
     model = torch.nn.Sequential(torch.nn.Linear(3, 9), encoder, torch.nn.Linear(3, 2))
     model.forward = lambda x: model[2](model[1](x))  # The order of layers is not that of calls.
     images = torch.randn(5, 4)
-    batches = [(images, torch.arange(5) % 2)]
     for _ in range(2):
-        features = fdc_torch.collect(model, batches)[0]
-    np.testing.assert_allclose(features, encoder(images).detach())
-    assert caplog.messages == ["Sequential: features are the input of its layer 2; layer= names an"
-        "other layer"]  # fmt: skip
+        features, *_ = fdc_torch.collect(model, [(images, torch.arange(5) % 2)])
+    assert_allclose(features, encoder(images).detach())
+    text = "Sequential: features are the input of its layer 2; layer= names another layer"
+    assert caplog.messages == [text]
     head = fdc_torch.head_of(model)
-    np.testing.assert_allclose(head.logits(features), model(images).detach(), atol=1e-6)
+    assert_allclose(head.logits(features), model(images).detach(), atol=1e-6)
 
 
 def test_features_stay_on_a_device_that_jax_has(monkeypatch):
@@ -127,9 +141,9 @@ def test_features_stay_on_a_device_that_jax_has(monkeypatch):
         __dlpack__, __dlpack_device__ = given.__dlpack__, given.__dlpack_device__
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    found = fdc_torch.as_array(OnDevice())
-    assert isinstance(found, jax.Array)
-    np.testing.assert_array_equal(found, given)
+    actual = fdc_torch.as_array(OnDevice())
+    assert isinstance(actual, jax.Array)
+    assert_array_equal(actual, given)
     assert isinstance(fdc_torch.as_array(torch.ones(2)), np.ndarray)
 
 
@@ -141,38 +155,35 @@ def task_loader(task):
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_a_checkpoint_carries_the_calibrator_and_fitting_goes_on_bit_by_bit(name, tmp_path):
+def test_checkpoints_and_copies_resume_bit_by_bit(name, tmp_path):
     tasks = streams.stream(9, offset=1.0)
-    heads_of = [streams.head_of(task, "linear") for task in tasks]
 
     def fresh():
         return fdc_torch.Calibrated(Split(), calibration.make(name))
 
-    whole = fresh()
-    for task, head in zip(tasks[:2], heads_of[:2], strict=True):
-        whole.before_task(task_loader(task))
-        whole.after_task(task_loader(task), head=head)
-    whole.before_task(task_loader(tasks[2]))  # Stopped within the third.
-    assert (whole.previous is not None) == (name == "gaussians")
-    torch.save(whole.state_dict(), tmp_path / "checkpoint.pt")
+    calibrated = fresh()
+    direct = calibration.make(name)
+    for task in tasks:
+        direct.fit_task(task.adapted, task.labels, task.head, task.pretrained, None, task.adapted)
+    direct.finalize()
+    for task in tasks[:2]:
+        calibrated.before_task(task_loader(task))
+        calibrated.after_task(task_loader(task), head=task.head)
+    calibrated.before_task(task_loader(tasks[2]))  # Stopped within the third.
+    assert (calibrated.previous is not None) == (name == "gaussians")
+    torch.save(calibrated.state_dict(), tmp_path / "checkpoint.pt")
     read = fresh()
     read.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
-    others = [read, copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))]
-    images = torch.tensor(np.hstack(streams.probe_inputs(tasks)))
-    for each in (whole, *others):
-        each.after_task(task_loader(tasks[2]), head=heads_of[2])
-    for each in others:
-        assert torch.equal(each(images), whole(images))
-        assert each.classes.tolist() == whole.classes.tolist() == list(range(9))
-    direct = calibration.make(name)
-    for task, head in zip(tasks, heads_of, strict=True):
-        direct.fit_task(task.adapted, task.labels, head, task.pretrained, previous=task.adapted)
-    direct.finalize()
-    scores = direct.class_scores(*streams.probe_inputs(tasks))
-    np.testing.assert_array_equal(whole(images), scores.astype(np.float32))
-    state = whole.get_extra_state()
+    copies = [read, copy.deepcopy(calibrated), pickle.loads(pickle.dumps(calibrated))]
+    views = streams.probe_inputs(tasks)
+    expected = direct.class_scores(*views).astype(np.float32)
+    for module in (calibrated, *copies):
+        module.after_task(task_loader(tasks[2]), head=tasks[2].head)
+        assert_array_equal(module(torch.tensor(np.hstack(views))), expected)
+        assert module.classes.tolist() == list(range(9))
+    state = calibrated.get_extra_state()
     state["calibrator"][len(state["calibrator"]) // 2] ^= 1
-    with pytest.raises(InputError, match=r"calibrator.npz: "):
+    with input_error(r"calibrator.npz: "):
         read.set_extra_state(state)
 
 
@@ -192,8 +203,9 @@ def made(transformers, kind):
     """Returns a small image classifier with random weights."""
     torch.manual_seed(0)
     if kind == "CLIP":
-        size = {k: v for k, v in SMALL.items() if k != "num_labels"}
-        config = transformers.CLIPConfig(vision_config=size | {"projection_dim": 8}, num_labels=6)
+        vision = SMALL | {"projection_dim": 8}
+        del vision["num_labels"]
+        config = transformers.CLIPConfig(vision_config=vision, num_labels=6)
     else:
         config = getattr(transformers, f"{kind}Config")(**SMALL)
     return getattr(transformers, f"{kind}ForImageClassification")(config)
@@ -201,7 +213,8 @@ def made(transformers, kind):
 
 def dictionaries():
     """Batches as the collators of transformers give them, and their images and labels."""
-    images, labels = torch.randn(30, 3, 8, 8), torch.arange(30) % 6
+    images = torch.randn(30, 3, 8, 8)
+    labels = torch.arange(30) % 6
     parts = zip(images.split(16), labels.split(16), strict=True)
     return [{"pixel_values": x, "labels": y} for x, y in parts], images, labels
 
@@ -210,12 +223,12 @@ def dictionaries():
 def test_image_classifiers_of_transformers(transformers, kind):
     model = made(transformers, kind)
     batches, images, labels = dictionaries()
-    features, none, found = fdc_torch.collect(model, batches)
-    head = fdc_torch.head_of(model, [4, 1])
-    assert none is None and found.tolist() == labels.tolist()
+    features, pretrained, collected = fdc_torch.collect(model, batches)
+    assert pretrained is None and collected.tolist() == labels.tolist()
     with torch.no_grad():
         logits = model.eval()(pixel_values=images).logits
-    np.testing.assert_allclose(head.logits(features), logits[:, [4, 1]], atol=1e-5)
+    head = fdc_torch.head_of(model, [4, 1])
+    assert_allclose(head.logits(features), logits[:, [4, 1]], atol=1e-5)
 
 
 def test_models_of_transformers_that_end_otherwise(transformers, caplog):
@@ -227,7 +240,7 @@ def test_models_of_transformers_that_end_otherwise(transformers, caplog):
     assert fdc_torch.collect(resnet, dictionaries()[0])[0].shape == (30, 8)
     assert fdc_torch.head_of(resnet).weight.shape == (6, 8)
     vit = transformers.ViTModel(transformers.ViTConfig(**SMALL))
-    with pytest.raises(InputError, match=r"features: expected one row .*; name the last layer by"):
+    with input_error(r"features: expected one row .*; name the last layer by"):
         fdc_torch.collect(vit, dictionaries()[0])
     teacher = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**SMALL))
     assert fdc_torch.pooled(teacher, torch.zeros(2, 3, 8, 8)).shape == (2, 6)
@@ -242,92 +255,72 @@ def test_views_of_a_peft_model_and_adapters_read_back(transformers, tmp_path):
     base = made(transformers, "ViT").eval()
     plain = copy.deepcopy(base)
     batches, images, labels = dictionaries()
-    lora = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"],
-        init_lora_weights=False,
-    )  # fmt: skip
-    model, seen = peft.get_peft_model(base, lora), []
+    options = {"modules_to_save": ["classifier"], "init_lora_weights": False}
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **options)
+    model, stages = peft.get_peft_model(base, lora), []
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for step in range(2):
         model(**batches[0]).loss.backward()
         optimizer.step()
         model.save_pretrained(tmp_path / str(step))
-        trained = [each.requires_grad for each in model.parameters()]
-        adapted, pretrained, found = fdc_torch.collect(model, batches)
-        assert [each.requires_grad for each in model.parameters()] == trained
-        seen.append((adapted, fdc_torch.head_of(model)))
+        trained = [parameter.requires_grad for parameter in model.parameters()]
+        adapted, pretrained, collected = fdc_torch.collect(model, batches)
+        assert [parameter.requires_grad for parameter in model.parameters()] == trained
+        head = fdc_torch.head_of(model)
+        stages.append((adapted, head))
         with torch.no_grad():
             logits = model(pixel_values=images).logits
-        np.testing.assert_allclose(seen[-1][1].logits(adapted), logits, atol=1e-5)
-        np.testing.assert_array_equal(pretrained, fdc_torch.collect(plain, batches)[0])
-        assert found.tolist() == labels.tolist() and abs(adapted - pretrained).max() > 0.1
+        assert_allclose(head.logits(adapted), logits, atol=1e-5)
+        assert_array_equal(pretrained, fdc_torch.collect(plain, batches)[0])
+        assert collected.tolist() == labels.tolist() and abs(adapted - pretrained).max() > 0.1
     # In another process: the adapters of both tasks on the same pretrained model.
     again = peft.PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "0", "before")
     again.load_adapter(tmp_path / "1", "after")
-    for (adapted, head), name in zip(seen, ("before", "after"), strict=True):
+    for (adapted, head), name in zip(stages, ("before", "after"), strict=True):
         again.set_adapter(name)
-        np.testing.assert_allclose(fdc_torch.collect(again, batches)[0], adapted, atol=1e-6)
-        np.testing.assert_array_equal(fdc_torch.head_of(again).weight, head.weight)
+        assert_allclose(fdc_torch.collect(again, batches)[0], adapted, atol=1e-6)
+        assert_array_equal(fdc_torch.head_of(again).weight, head.weight)
         assert again.active_adapter == name
     wrong = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["classifier"]))
-    with pytest.raises(InputError, match=r"that PEFT adapts .put it into modules_to_save"):
+    with input_error(r"that PEFT adapts .put it into modules_to_save"):
         fdc_torch.head_of(wrong)
 
 
-def test_any_timm_vit():
+@pytest.mark.parametrize(
+    "variant", [{}, {"global_pool": "avg", "fc_norm": True}, {"num_classes": 0}], ids=str
+)
+def test_features_of_timm_vits_are_the_inputs_of_their_heads(variant):
     reason = "needs timm, which the package does not require"
     timm = pytest.importorskip("timm", reason=reason, exc_type=ImportError)
     torch.manual_seed(0)
     size = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
-    variants = [{}, {"global_pool": "avg", "fc_norm": True}, {"num_classes": 0}]
     images = torch.randn(30, 3, 16, 16)
     labels = torch.arange(30) % 6
     batches = [(images[:16], labels[:16], None), (images[16:], labels[16:], None)]
-    for variant in variants:
-        model = timm.models.VisionTransformer(**(size | {"num_classes": 6} | variant))
-        seen = []
-        model.head.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-        both = torch.nn.ModuleList([model, copy.deepcopy(model)])
-        torch.nn.init.normal_(both[1].blocks[0].mlp.fc1.weight)
-        model.train()
-        adapted, pretrained, found = fdc_torch.collect(both, batches)
-        assert model.training and model.blocks[0].training
-        with torch.no_grad():
-            model.eval()(images)
-        np.testing.assert_allclose(adapted, seen[0], atol=1e-5)  # What the classifier saw.
-        of_layer = functools.partial(fdc_torch.pooled, layer="head")
-        np.testing.assert_allclose(fdc_torch.collect(model, batches, of_layer)[0], adapted)
-        assert abs(adapted - pretrained).max() > 0.1
-        np.testing.assert_array_equal(found, labels)
-        calibrator = calibration.FDC()
-        for part in (found < 3, found >= 3):
-            task = streams.StreamTask(
-                adapted[part], pretrained[part], found[part], np.ones((3, 24)), np.arange(3.0)
-            )
-            head = streams.head_of(task, "linear")
-            calibrator.fit_task(adapted[part], found[part], head, pretrained[part])
-        calibrator.finalize()
-        with torch.no_grad():
-            scores = fdc_torch.Calibrated(both, calibrator).eval()(images)
-        expected = calibrator.score(adapted, pretrained)
-        np.testing.assert_allclose(
-            scores.max(dim=1).values, expected.task_scores.max(axis=1), rtol=1e-4, atol=1e-4
-        )
-
-
-def surpasses(better, worse):
-    """Tells of two arrays of truth values whether one is above by three standard errors."""
-    return np.sum(better) - np.sum(worse) > 3 * np.sqrt(np.sum(better != worse))
+    model = timm.models.VisionTransformer(**(size | {"num_classes": 6} | variant))
+    inputs = []
+    model.head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    both = torch.nn.ModuleList([model, copy.deepcopy(model)])
+    torch.nn.init.normal_(both[1].blocks[0].mlp.fc1.weight)
+    model.train()
+    adapted, pretrained, collected = fdc_torch.collect(both, batches)
+    assert model.training and model.blocks[0].training
+    with torch.no_grad():
+        model.eval()(images)
+    assert_allclose(adapted, inputs[-1], atol=1e-5)
+    of_layer = functools.partial(fdc_torch.pooled, layer="head")
+    assert_allclose(fdc_torch.collect(model, batches, of_layer)[0], adapted)
+    assert abs(adapted - pretrained).max() > 0.1
+    assert_array_equal(collected, labels)
 
 
 def test_program_of_the_page():
     right = {}
     for name in ("fdc", "gaussians"):
         defined = run_program("PyTorch", gaussians=name)
-        right |= {
-            method: (labels == defined["labels"][defined["test"]]).numpy()
-            for method, labels in defined["predicted"].items()
-        }
+        truth = defined["labels"][defined["test"]]
+        for method, labels in defined["predicted"].items():
+            right[method] = (labels == truth).numpy()
     for worse in ("raw", "fdc"):
         assert surpasses(right["gaussians"], right[worse])
     # The first lines of the page's row; other versions of PyTorch draw other weights.
@@ -339,31 +332,31 @@ def test_program_of_the_page():
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 def test_program_of_the_page_with_an_adapter(transformers, tmp_path, capsys):
     pytest.importorskip("peft", reason="needs PEFT, which the package does not require")
-    found = run_program("transformers and PEFT")
+    defined = run_program("transformers and PEFT")
     assert capsys.readouterr().out.startswith("{'raw': ")
-    images, labels, test = (found[name] for name in ("images", "labels", "test"))
-    raw, right = ((each == labels[test]).numpy() for each in found["predicted"].values())
+    images, labels, test = (defined[name] for name in ("images", "labels", "test"))
+    raw, right = ((answers == labels[test]).numpy() for answers in defined["predicted"].values())
     assert surpasses(right, raw)
-    calibrated = found["calibrated"]
+    calibrated = defined["calibrated"]
     assert "with drift compensation" in calibrated.calibrator.note
     # A checkpoint, copies and pickles, each with its own adapter, go on with a further task.
     torch.save(calibrated.state_dict(), tmp_path / "checkpoint.pt")
     read = copy.deepcopy(calibrated)
-    torch.nn.init.zeros_(next(each for each in read.parameters() if each.requires_grad))
+    torch.nn.init.zeros_(next(p for p in read.parameters() if p.requires_grad))
     read.calibrator = calibration.make("gaussians")
     read.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
-    others = [read, copy.deepcopy(calibrated), pickle.loads(pickle.dumps(calibrated))]
+    copies = [read, copy.deepcopy(calibrated), pickle.loads(pickle.dumps(calibrated))]
     batches = [{"pixel_values": -images[test], "labels": labels[test] + 10}]
-    for each in (calibrated, *others):
-        each.before_task(batches)
-        for parameter in each.parameters():
+    scores = []
+    for module in (calibrated, *copies):
+        module.before_task(batches)
+        for parameter in module.parameters():
             parameter.data += 0.01 * parameter.requires_grad
-        each.after_task(batches)
-    with torch.no_grad():
-        scores = calibrated(images)
-        assert scores.shape == (len(images), 20)
-        for each in others:
-            assert torch.equal(each.eval()(images), scores)
+        module.after_task(batches)
+        with torch.no_grad():
+            scores.append(module.eval()(images))
+        assert torch.equal(scores[0], scores[-1])
+    assert scores[0].shape == (len(images), 20)
 
 
 class HeadPerTask(torch.nn.Module):
@@ -390,7 +383,8 @@ HEADS = {
 
 def batches_of(task):
     """Returns the batches of a task of two or three classes."""
-    return [(torch.randn(20 + 10 * task, 6), 2 * task + torch.arange(20 + 10 * task) % (2 + task))]
+    count = 20 + 10 * task
+    return [(torch.randn(count, 6), 2 * task + torch.arange(count) % (2 + task))]
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -405,15 +399,15 @@ def test_a_list_of_heads_is_a_head_per_task(kind, listed):
     images = torch.randn(9, 6)
     model.listed = False
     for module in (calibrated, copy.deepcopy(calibrated)):
-        np.testing.assert_allclose(module(images), model(images).detach(), atol=1e-5)
+        assert_allclose(module(images), model(images).detach(), atol=1e-5)
     if kind != "function":
-        with pytest.raises(InputError, match=r"heads: expected a head for task 2 .*, found 2"):
+        with input_error(r"heads: expected a head for task 2 .*, found 2"):
             calibrated.after_task([(torch.randn(4, 6), 5 + torch.arange(4) % 2)])
 
 
 def test_heads_beside_the_model_and_a_head_that_grows_are_heads():
     torch.manual_seed(0)
-    encoder, images = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU()), torch.randn(9, 6)
+    encoder = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU())
     layers = torch.nn.ModuleList()
     beside = fdc_torch.Calibrated(encoder, calibration.make("raw"), heads=layers)
     model = torch.nn.Sequential(encoder, torch.nn.Linear(8, 2))
@@ -422,32 +416,27 @@ def test_heads_beside_the_model_and_a_head_that_grows_are_heads():
         layers.append(torch.nn.Linear(8, 2 + task))
         beside.after_task(batches_of(task))
         model[1] = torch.nn.Linear(8, 2 + 3 * task)
-        with torch.no_grad():
-            for part in ("weight", "bias"):
-                rows = torch.cat([getattr(layer, part) for layer in layers])
-                getattr(model[1], part).copy_(rows)
+        for part in ("weight", "bias"):
+            rows = torch.cat([getattr(layer, part) for layer in layers])
+            getattr(model[1], part).data.copy_(rows)
         grown.after_task(batches_of(task))
+    images = torch.randn(9, 6)
     expected = torch.cat([layer(encoder(images)) for layer in layers], dim=1).detach()
     for module in (beside, grown, copy.deepcopy(beside)):
-        np.testing.assert_allclose(module(images), expected, atol=1e-5)
+        assert_allclose(module(images), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_other_images_after_a_task_than_before_are_named(noise, caplog):
-    class Noisy(torch.utils.data.Dataset):
-        def __init__(self, task):
-            ((self.images, self.labels),) = batches_of(task)
-
-        def __len__(self):
-            return len(self.labels)
-
+    class Noisy(torch.utils.data.TensorDataset):
         def __getitem__(self, row):
-            return self.images[row] + noise * torch.randn(6), self.labels[row]
+            image, label = super().__getitem__(row)
+            return image + noise * torch.randn(6), label
 
     model = torch.nn.Linear(6, 8)
     calibrated = fdc_torch.Calibrated(model, calibration.make("gaussians"))
     for task in range(2):
-        loader = torch.utils.data.DataLoader(Noisy(task), 8)
+        loader = torch.utils.data.DataLoader(Noisy(*batches_of(task)[0]), 8)
         calibrated.before_task(loader)
         calibrated.after_task(loader)
     named = [text for text in caplog.messages if text.startswith("loader of task 1 (from 0): 100%")]
@@ -455,18 +444,18 @@ def test_other_images_after_a_task_than_before_are_named(noise, caplog):
 
 
 def test_heads_of_several_tasks_that_are_not_named_are_an_error():
-    model, labels = HeadPerTask(), torch.arange(20) % 2
+    model = HeadPerTask()
+    labels = torch.arange(20) % 2
     model.learned = 2
-    with pytest.raises(InputError, match=r"found those of 2 linear layers; name the nn.ModuleList"):
-        fdc_torch.collect(model, [(torch.randn(20, 6), labels)])
+    batches = [(torch.randn(20, 6), labels)]
+    with input_error(r"found those of 2 linear layers; name the nn.ModuleList"):
+        fdc_torch.collect(model, batches)
     calibrated = fdc_torch.Calibrated(torch.nn.Linear(6, 2), calibration.make("raw"))
-    calibrated.after_task([(torch.randn(20, 6), labels)])
-    with pytest.raises(InputError, match="layer: expected a row for each class, found 2 rows"):
+    calibrated.after_task(batches)
+    with input_error("layer: expected a row for each class, found 2 rows"):
         calibrated.after_task([(torch.randn(20, 6), labels + 2)])
-    with pytest.raises(InputError, match="expected one or two views, found 3"):
-        fdc_torch.collect(
-            torch.nn.Identity(), [(torch.zeros(4, 3), labels[:4])], lambda *_: [1] * 3
-        )
+    with input_error("expected one or two views, found 3"):
+        fdc_torch.collect(torch.nn.Identity(), batches, lambda *_: [1, 1, 1])
 
 
 def test_layers_and_parameters_with_gradients_are_heads():
@@ -476,7 +465,7 @@ def test_layers_and_parameters_with_gradients_are_heads():
         calibrator = calibration.make("raw")
         calibrator.fit_task(task.adapted, task.labels, head)
         expected = layer(torch.tensor(task.adapted)).detach()
-        np.testing.assert_allclose(calibrator.class_scores(task.adapted), expected, atol=1e-5)
+        assert_allclose(calibrator.class_scores(task.adapted), expected, atol=1e-5)
 
 
 @pytest.mark.ci

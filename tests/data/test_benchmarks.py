@@ -7,7 +7,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from fdc_jax.data import benchmarks
-from fdc_jax.errors import InputError
+from tests.errors import input_error
 
 # Table of dataset partitions in the paper: classes, tasks, classes per task, train, test.
 PAPER = {
@@ -43,7 +43,7 @@ def test_task_counts_agree_with_finer_ones(name):
 
 
 @pytest.mark.parametrize(
-    ("num_classes", "digest"),
+    "num_classes, digest",
     [(100, "e90204efdce7db6c"), (200, "b113214bc61598d0"), (300, "28f846a95c20caae")],
 )
 def test_class_order_is_pilots(num_classes, digest):
@@ -56,7 +56,7 @@ TEST = np.array([0, 1, 2, 3, 4, 4, 5, 1])
 
 
 @pytest.mark.parametrize(
-    ("train", "test", "message"),
+    "train, test, message",
     [
         (TRAIN.clip(0, 4), TEST, "cub200: expected 6 classes, found 5"),
         (TRAIN[1:], TEST, "expected 12 training images, found 11"),
@@ -70,18 +70,18 @@ def test_a_benchmark_has_the_counts_of_its_table(tiny_benchmark, train, test, me
     tiny_benchmark("cub200", classes_per_task=2, num_train=12, task_test_counts=counts)
     benchmarks.verify("cub200", TRAIN, TEST, "ABCDEF")
     message += "; config.benchmark gives another division a name of its own$"
-    with pytest.raises(InputError, match=message):
+    with input_error(message):
         benchmarks.verify("cub200", train, test, "ABCDEF"[: train.max() + 1])
 
 
 def test_every_class_has_training_images():
     benchmarks.verify("mine", TRAIN, TEST[:2], "ABCDEF")
-    with pytest.raises(InputError, match=r"mine: expected training images of every class.* G$"):
+    with input_error(r"mine: expected training images of every class.* G$"):
         benchmarks.verify("mine", TRAIN, TEST, "ABCDEFG")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    "wanted, message",
     [
         ((2, 2), r"add up to the 5 classes of mine, found 2 \+ 2 = 4; to add a task: 3,2$"),
         (6, "at most the 5 classes of mine, found 6$"),
@@ -89,7 +89,7 @@ def test_every_class_has_training_images():
     ],
 )
 def test_task_sizes_add_up(wanted, message):
-    with pytest.raises(InputError, match="config.classes_per_task: expected .*" + message):
+    with input_error("config.classes_per_task: expected .*" + message):
         benchmarks.task_sizes("mine", 5, wanted, earlier=(3,))
 
 
@@ -100,7 +100,7 @@ def test_default_task_sizes_are_a_fifth_of_the_classes_and_stay():
     assert benchmarks.task_sizes("cub200", 200) == (10,) * 20
 
 
-@pytest.mark.parametrize(("names", "odd"), [("0124", "3"), ("012344", "4, 4"), ("0123456", "5, 6")])
+@pytest.mark.parametrize("names, odd", [("0124", "3"), ("012344", "4, 4"), ("0123456", "5, 6")])
 def test_an_order_names_every_class_once(names, odd):
-    with pytest.raises(InputError, match=f"config.class_order: .* found otherwise {odd}$"):
+    with input_error(f"config.class_order: .* found otherwise {odd}$"):
         benchmarks.named_order("01234", names)

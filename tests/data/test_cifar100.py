@@ -11,7 +11,7 @@ import tensorflow_datasets as tfds
 from numpy.testing import assert_array_equal
 
 from fdc_jax.data import benchmarks, cifar100, images, sources
-from fdc_jax.errors import InputError
+from tests.errors import input_error
 
 FINE = sorted(f"class_{i:03d}" for i in range(100))
 
@@ -74,5 +74,5 @@ def test_cifar100_is_downloaded_at_the_first_start(tmp_path, pixels, served, mon
     assert served.requests == asked
     monkeypatch.setattr(cifar100, "SHA256", "0" * 64)
     address = served.address
-    with pytest.raises(InputError, match=f"cannot download {address}.* --data of fdc paper$"):
+    with input_error(f"cannot download {address}.* --data of fdc paper$"):
         opened("b")

@@ -9,10 +9,9 @@ import PIL
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from PIL import ExifTags, Image, ImageOps
-from scipy import stats
 
 from fdc_jax.data import images
-from fdc_jax.errors import InputError
+from tests.errors import input_error
 
 SIZES = [(500, 400), (333, 500), (32, 32), (17, 90), (600, 257), (400, 405)]
 
@@ -38,76 +37,61 @@ def test_evaluation_transform_is_pilots(photo, size, image_size):
     assert_array_equal(actual, evaluation_reference(image, image_size))
 
 
+def test_only_the_middle_of_a_very_long_image_is_enlarged():
+    """As a whole it would need gigabytes."""
+    pixels = np.random.default_rng(0).integers(0, 256, (1_200_000, 1, 3), np.uint8)
+    middle = images.evaluation_transform(Image.fromarray(pixels[599_950:600_050]), 32)
+    assert_array_equal(images.evaluation_transform(Image.fromarray(pixels), 32), middle)
+
+
 @pytest.mark.parametrize("size", SIZES)
-def test_train_transform_crops_then_resizes_then_mirrors(photo, size):
+@pytest.mark.parametrize("last", [0.0, 0.4999, 0.5, 0.9])
+def test_train_transform_crops_then_resizes_then_mirrors(photo, size, last):
     image = photo(*size)
-    generator = np.random.default_rng(5)
-    for last in (0.0, 0.4999, 0.5, 0.9):
-        uniforms = np.append(generator.random(images.NUM_UNIFORMS - 1), last)
-        left, top, right, bottom = images.random_crop_box(*size, uniforms)
-        part = np.asarray(image)[top:bottom, left:right]
-        straight = np.asarray(Image.fromarray(part).resize((64, 64), resample=2))
-        expected = straight[:, ::-1] if last < 0.5 else straight
-        assert_array_equal(images.train_transform(image, 64, uniforms), expected)
-        actual = images.train_transform(image, 64, uniforms, flip=False)
-        assert_array_equal(actual, straight)
+    uniforms = np.append(np.random.default_rng(5).random(images.NUM_UNIFORMS - 1), last)
+    left, top, right, bottom = images.random_crop_box(*size, uniforms)
+    part = Image.fromarray(np.asarray(image)[top:bottom, left:right])
+    straight = np.asarray(part.resize((64, 64), resample=2))
+    expected = straight[:, ::-1] if last < 0.5 else straight
+    assert_array_equal(images.train_transform(image, 64, uniforms), expected)
+    assert_array_equal(images.train_transform(image, 64, uniforms, flip=False), straight)
 
 
-def crop_reference(width, height, generator, scale, ratio=(3 / 4, 4 / 3)):
-    """RandomResizedCrop with its own draws, as torchvision documents it."""
-    for _ in range(10):
-        area = generator.uniform(*scale) * width * height
-        aspect = np.exp(generator.uniform(np.log(ratio[0]), np.log(ratio[1])))
-        w, h = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
-        if 0 < w <= width and 0 < h <= height:
-            x, y = generator.integers(0, width - w + 1), generator.integers(0, height - h + 1)
-            return x, y, x + w, y + h
-    raise AssertionError("the sizes of the test always admit a box")
+def crop_reference(width, height, uniforms, scale):
+    """RandomResizedCrop with these uniform numbers, as torchvision documents it."""
+    x, y = uniforms[20:22]
+    for share, tilt in uniforms[:20].reshape(10, 2):
+        area = width * height * (scale[0] * (1 - share) + scale[1] * share)
+        ratio = 0.75 * (16 / 9) ** tilt
+        w = round((area * ratio) ** 0.5)
+        h = round((area / ratio) ** 0.5)
+        if 1 <= w <= width and 1 <= h <= height:
+            left = int(x * (width - w + 1))
+            top = int(y * (height - h + 1))
+            return left, top, left + w, top + h
+    w = min(width, round(height * 4 / 3))
+    h = min(height, round(width * 4 / 3))
+    left = (width - w) // 2
+    top = (height - h) // 2
+    return left, top, left + w, top + h
 
 
-@pytest.mark.parametrize(
-    ("size", "scale"), [((500, 400), (0.05, 1.0)), ((300, 301), (0.6, 1.0)), ((32, 32), (0.05, 1))]
-)
-def test_crop_boxes_are_distributed_as_torchvisions(size, scale):
-    n = 8000
-    uniforms = np.random.default_rng(0).random((n, images.NUM_UNIFORMS))
-    actual = np.array([images.random_crop_box(*size, row, scale) for row in uniforms])
-    generator = np.random.default_rng(1)
-    expected = np.array([crop_reference(*size, generator, scale) for _ in range(n)])
-
-    def quantities(boxes):
-        left, top, right, bottom = boxes.T
-        width, height = right - left, bottom - top
-        return width * height, width / height, left, left / np.maximum(size[0] - width, 1)
-
-    for a, b in zip(quantities(actual), quantities(expected), strict=True):
-        assert stats.ks_2samp(a, b).pvalue > 1e-3
-    # Position and area are independent given the size: a shared random number would show here.
-    free = actual[:, 0] / np.maximum(size[0] - (actual[:, 2] - actual[:, 0]), 1)
-    down = actual[:, 1] / np.maximum(size[1] - (actual[:, 3] - actual[:, 1]), 1)
-    roomy = (actual[:, 2:] - actual[:, :2] < 0.8 * np.array(size)).all(axis=1)
-    assert abs(stats.spearmanr(free[roomy], down[roomy]).statistic) < 0.06
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [((1000, 100), (433, 0, 566, 100)), ((100, 1000), (0, 433, 100, 566))]
-)
-def test_crop_that_never_fits_falls_back_to_the_centre(size, expected):
-    # The largest area with the widest ratio does not fit into any of these images.
-    assert images.random_crop_box(*size, np.full(images.NUM_UNIFORMS, 0.999)) == expected
-
-
-@hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=300, derandomize=True)
 @hypothesis.given(
-    st.integers(1, 400), st.integers(1, 400), st.integers(0, 2**32 - 1), st.sampled_from([0, 1])
+    st.integers(1, 400),
+    st.integers(1, 400),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([(0.05, 1.0), (0.6, 1.0)]),
+    st.booleans(),
 )
-def test_crop_boxes_lie_inside(width, height, seed, extreme):
+def test_crop_boxes_are_torchvisions_and_lie_inside(width, height, seed, scale, extreme):
     uniforms = np.random.default_rng(seed).random(images.NUM_UNIFORMS)
     if extreme:
         uniforms = np.where(uniforms < 0.5, 0.0, math.nextafter(1.0, 0.0))
-    left, top, right, bottom = images.random_crop_box(width, height, uniforms)
-    assert 0 <= left < right <= width
-    assert 0 <= top < bottom <= height
+    box = images.random_crop_box(width, height, uniforms, scale)
+    left, top, right, bottom = box
+    assert 0 <= left < right <= width and 0 <= top < bottom <= height
+    assert extreme or box == crop_reference(width, height, uniforms, scale)
 
 
 def grey_to_rgb(pixels):
@@ -116,7 +100,8 @@ def grey_to_rgb(pixels):
 
 def test_decode_gives_rgb_without_transparency(photo, encode):
     image = photo(20, 10)
-    grey, clear = image.convert("L"), image.copy()
+    grey = image.convert("L")
+    clear = image.copy()
     clear.putalpha(0)
     with_alpha = Image.merge("LA", [grey, Image.new("L", grey.size, 9)])
     for stored, expected in [
@@ -132,7 +117,8 @@ def test_decode_gives_rgb_without_transparency(photo, encode):
 
 def test_transparent_pixels_of_photographs_lie_on_white(photo, encode):
     image = photo(20, 10)
-    translucent, palette = image.copy(), image.convert("P")
+    translucent = image.copy()
+    palette = image.convert("P")
     translucent.putalpha(128)
     expected = np.asarray(image, float) * 128 / 255 + 127
     actual = np.asarray(images.decode(encode(translucent), "x", upright=True), float)
@@ -176,7 +162,8 @@ def test_grey_of_16_bits_keeps_its_upper_bits(encode, values, shift, wanted):
 
 
 def frames(count, file_format):
-    file, pictures = io.BytesIO(), [Image.new("RGB", (8, 6), (60 * i, 9, 9)) for i in range(count)]
+    pictures = [Image.new("RGB", (8, 6), (60 * number, 9, 9)) for number in range(count)]
+    file = io.BytesIO()
     pictures[0].save(file, file_format, save_all=True, append_images=pictures[1:])
     return file.getvalue()
 
@@ -194,13 +181,6 @@ def test_frames_are_counted_and_the_first_is_read(file_format):
     assert_allclose(np.asarray(images.decode(content, "x"), int)[0, 0], [0, 9, 9], atol=9)
 
 
-@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF"])
-def test_facts_agree_with_the_decoded_image(photo, encode, file_format):
-    content = encode(photo(20, 10), file_format)
-    expected = images.pixels_sha256(np.asarray(images.decode(content, "x")))
-    assert images.examine(content, "x") == (expected, 0, 1)
-
-
 def test_an_image_of_too_many_pixels_is_named(encode):
     content = bytearray(encode(Image.new("L", (1, 1))))
     content[16:24] = (20_000).to_bytes(4, "big") + (10_000).to_bytes(4, "big")
@@ -209,17 +189,17 @@ def test_an_image_of_too_many_pixels_is_named(encode):
         r"^a/b.png: cannot decode this image: expected at most 178,956,970 pixels, found 200,0"
     )
     for read in (images.decode, images.examine):
-        with pytest.raises(InputError, match=message):
+        with input_error(message):
             read(bytes(content), "a/b.png")
 
 
 @pytest.mark.parametrize(
-    ("pixels", "kind"),
+    "pixels, kind",
     [(np.float32, "floating-point numbers"), (np.int32, "32-bit integers")],
 )
 def test_float_and_32_bit_pixels_are_refused(encode, pixels, kind):
     encoded = encode(np.ones((2, 3), pixels), "TIFF")
-    with pytest.raises(InputError, match=rf"^a/b.tif: .*8 or 16 bits, .* {kind}$"):
+    with input_error(rf"^a/b.tif: .*8 or 16 bits, .* {kind}$"):
         images.decode(encoded, "a/b.tif")
 
 
@@ -238,25 +218,19 @@ def test_opened_pillow_image_decodes_as_its_file(photo, encode, mode):
     assert opened.info.get("transparency") == options.get("transparency")
 
 
-@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF", "HEIF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_is_applied_on_request(photo, encode, file_format, orientation):
-    image, exif = photo(30, 10), Image.Exif()
-    exif[ExifTags.Base.Orientation] = orientation
-    content = encode(image, file_format, exif=exif)
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    assert_array_equal(images.decode(content, "x", upright=True), expected)
-    if file_format != "TIFF":  # Pillow turns these itself.
-        assert_array_equal(images.decode(content, "x"), image)
-
-
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_heic_is_read_upright(encode, orientation):
-    pytest.importorskip("pillow_heif")
+def test_orientation_is_applied_on_request(encode, file_format, orientation):
+    if file_format == "HEIF":
+        pytest.importorskip("pillow_heif")
+    quarters = np.array([[[250, 0, 0], [0, 0, 250]], [[0, 0, 0], [250, 250, 0]]], np.uint8)
+    image = Image.fromarray(quarters).resize((64, 32), resample=0)
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    image = Image.fromarray(np.array([[[250, 0, 0]] * 32 + [[0, 0, 250]] * 32] * 48, np.uint8))
-    actual = images.decode(encode(image, "HEIF", exif=exif.tobytes()), "a.heic", upright=True)
+    content = encode(image, file_format, exif=exif.tobytes())
+    actual = images.decode(content, "x", upright=True)
+    if file_format == "PNG":  # Others are turned by their library.
+        assert_array_equal(images.decode(content, "x"), image)
     image.getexif()[ExifTags.Base.Orientation] = orientation
     expected = np.asarray(ImageOps.exif_transpose(image), int)
     assert_allclose(np.asarray(actual, int), expected, atol=12)
@@ -274,13 +248,12 @@ def test_damaged_orientation_is_ignored(photo, encode, file_format, exif):
 @pytest.mark.parametrize("length", [0, 24, -40])
 def test_broken_images_are_named(photo, encode, file_format, length):
     bad = encode(photo(120, 90), file_format)[:length]
-    with pytest.raises(InputError, match=r"birds, image 7 \(a/b\.jpg\)") as caught:
+    with input_error(r"birds, image 7 \(a/b\.jpg\)"):
         images.decode(bad, "birds, image 7 (a/b.jpg)")
-    assert "\n" not in str(caught.value)
 
 
 def test_programs_in_postscript_are_not_run():
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, "EPS")
-    with pytest.raises(InputError, match=r"photo\.jpg: .*not a known image format"):
+    with input_error(r"photo\.jpg: .*not a known image format"):
         images.decode(file.getvalue(), "photo.jpg")

@@ -1,6 +1,5 @@
 """Which source a configuration names, and the benchmarks as folders and archives."""
 
-import dataclasses
 import shutil
 import tarfile
 import zipfile
@@ -8,14 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from msgspec import structs
+from PIL import Image
 
-from configs import omnibench
 from fdc_jax.data import benchmarks, sources
-from fdc_jax.data.dataset import Skipped, noted
-from fdc_jax.errors import InputError
-from fdc_jax.run import configuration
-from fdc_jax.run import setup as setups
+from tests.errors import input_error
 
 # As strings "10" and "100" come before "4"; one class has a single training image.
 TRAIN = {"10": 3, "100": 1, "4": 2, "44": 2}
@@ -27,17 +22,18 @@ ORDERED = ["10", "100", "4", "44"]
 def pilot(tmp_path, encode, tiny_benchmark):
     """A small folder in PILOT's layout, and omnibench shrunk to it."""
     root = tmp_path / "raw" / "omnibenchmark"
-    for split, counts in [("train", TRAIN), ("test", TEST)]:
+    for split, counts in (("train", TRAIN), ("test", TEST)):
         for label, name in enumerate(ORDERED):
             (root / split / name).mkdir(parents=True)
             for number in range(counts[name]):
-                pixels = np.full((7, 5, 3), (40 * label, number + 50 * (split == "test"), 200))
+                colour = (40 * label, number + len(split), 200)
                 suffix = ("JPEG", "png")[number % 2]
-                content = encode(pixels.astype(np.uint8), suffix.upper())
+                content = encode(Image.new("RGB", (5, 7), colour), suffix.upper())
                 (root / split / name / f"{number}.{suffix}").write_bytes(content)
     order = benchmarks.class_order(4, 1993)
-    counts = tuple(sum(TEST[ORDERED[c]] for c in order[i : i + 2]) for i in (0, 2))
-    tiny_benchmark("omnibench", classes_per_task=2, num_train=8, task_test_counts=counts)
+    counts = [TEST[ORDERED[label]] for label in order]
+    task_counts = (sum(counts[:2]), sum(counts[2:]))
+    tiny_benchmark("omnibench", classes_per_task=2, num_train=8, task_test_counts=task_counts)
     return root
 
 
@@ -48,42 +44,33 @@ def pack_zip(root, path):
         packed.writestr(f"__MACOSX/{root.name}/train/4/._0.JPEG", b"resource fork")
 
 
-@pytest.mark.parametrize(
-    ("pack", "name"),
-    [(None, "raw/omnibenchmark"), (pack_zip, "omnibenchmark.zip")],
-    ids=["folder", "zip"],
-)
-def test_benchmark_is_read_from_a_folder_or_an_archive(tmp_path, pilot, pack, name):
-    if pack is not None:
-        pack(pilot, tmp_path / name)
-    config = omnibench.get_config()
-    config.cache_dir = str(tmp_path / "cache")
-    config.data.source = str(tmp_path / name)
-    config = configuration.typed(config)
-    stream = setups.open_images(config)
-    assert (stream.train.name, stream.train.partition) == ("omnibench", "pilot")
-    assert not stream.train.upright and stream.train.class_names == tuple(ORDERED)
-    assert stream.order.tolist() == np.random.RandomState(1993).permutation(4).tolist()
-    assert stream.planned == (2, 2)
-    for split, counts in ((stream.train, TRAIN), (stream.test, TEST)):
-        assert np.bincount(split.labels).tolist() == [counts[c] for c in ORDERED]
+@pytest.mark.parametrize("name", ["raw/omnibenchmark", "omnibenchmark.zip"])
+def test_benchmark_is_read_from_a_folder_or_an_archive(tmp_path, pilot, name):
+    pack_zip(pilot, tmp_path / "omnibenchmark.zip")
+
+    def opened(benchmark, path):
+        return sources.open_splits(benchmark, tmp_path / "cache", source=str(path))
+
+    splits = opened("omnibench", tmp_path / name)
+    for split, counts in zip(splits, (TRAIN, TEST), strict=True):
+        assert (split.name, split.partition, split.upright) == ("omnibench", "pilot", False)
+        assert split.class_names == tuple(ORDERED)
+        assert np.bincount(split.labels).tolist() == [counts[name] for name in ORDERED]
         for index, image_id in enumerate(split.ids):
             assert split.read(index) == (pilot / split.split / image_id).read_bytes()
     shutil.move(pilot / "train/10/0.JPEG", pilot / "test/10/9.JPEG")
-    config = configuration.changed(config, data={"source": str(pilot)})
-    with pytest.raises(InputError, match=r"omnibench: expected 8 training images, found 7"):
-        setups.open_images(config)
-    config = structs.replace(config, benchmark="another", classes_per_task=2)
-    assert setups.open_images(config).train.upright
+    with input_error(r"omnibench: expected 8 training images, found 7"):
+        opened("omnibench", pilot)
+    assert opened("another", pilot)[0].upright
+
+
+NAMES = {"photos": "photos", "photos/": "photos", "a/My photos.2024": "My photos.2024"}
+NAMES |= {"a/birds.tar.gz": "birds", "birds.ZIP": "birds", "../données": "données"}
 
 
 def test_name_of_data_is_that_of_folder_or_archive(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for source, name in {
-        **{"photos": "photos", "photos/": "photos", "a/My photos.2024": "My photos.2024"},
-        **{"a/birds.tar.gz": "birds", "birds.ZIP": "birds", "../données": "données"},
-        ".": tmp_path.name,
-    }.items():
+    for source, name in (NAMES | {".": tmp_path.name}).items():
         assert sources.name_of("", source) == name
         assert sources.name_of("trees", source) == "trees"
 
@@ -117,40 +104,38 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("benchmark", "source", "message"), REFUSED)
+@pytest.mark.parametrize("benchmark, source, message", REFUSED)
 def test_wrong_sources_are_refused(tmp_path, monkeypatch, benchmark, source, message):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("other").mkdir()
-    with pytest.raises(InputError, match=message):
+    with input_error(message):
         name = sources.name_of(benchmark, source)
         sources.open_splits(name, tmp_path / "cache", source=source, data_dir=str(tmp_path))
 
 
 CONTENTS = {
     "flat": ({"a.png": b"", "b.png": b""}, "; 2 images outside of folders; found no folder$"),
-    "zip in a zip": (
-        {"photos.zip": b"PK"},
-        r"found no folder; .* image: 1 \(1 .zip\)$",
-    ),
+    "zip in a zip": ({"photos.zip": b"PK"}, r"found no folder; .* image: 1 \(1 .zip\)$"),
     "unreadable": (
-        {f"{split}/ant/{n}.png": b"no image" for n, split in enumerate(("train", "test"))},
+        {"train/ant/0.png": b"no image", "test/ant/1.png": b"no image"},
         "2 of 2 images cannot be read: .*/mine.zip/test/ant/1.png: cannot decode",
     ),
 }
 
 
-@pytest.mark.parametrize(("files", "message"), CONTENTS.values(), ids=CONTENTS)
+@pytest.mark.parametrize("files, message", CONTENTS.values(), ids=CONTENTS)
 def test_failed_archive_is_named_and_its_folder_removed(tmp_path, files, message, monkeypatch):
-    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as packed:
+    path = tmp_path / "mine.zip"
+    with zipfile.ZipFile(path, "w") as packed:
         for name, content in files.items():
             packed.writestr(name, content)
     monkeypatch.chdir(tmp_path)
     for cache in (tmp_path / "cache", Path("relative_cache")):
-        with pytest.raises(InputError, match=message) as caught:
-            sources.open_splits("mine", cache, source=str(tmp_path / "mine.zip"))
-        assert "cache" not in str(caught.value) and str(tmp_path / "mine.zip") in str(caught.value)
-        assert not [path for path in (cache / "data").iterdir() if path.is_dir()]
+        with input_error(message) as caught:
+            sources.open_splits("mine", cache, source=str(path))
+        assert "cache" not in str(caught.value) and str(path) in str(caught.value)
+        assert not [*(cache / "data").glob("*/")]
 
 
 def test_links_of_an_archive_are_counted_at_every_opening(tmp_path, pilot):
@@ -176,18 +161,6 @@ def test_an_unpacked_archive_that_another_run_reads_stays(tmp_path, pilot):
         return sources.open_splits("mine", tmp_path / "cache", source=source, **options)
 
     train, _ = opened(test_share=0.5, allow_overlap=True)
-    with pytest.raises(InputError, match=r"mine.zip: expected train/CLASS/IMAGE"):
+    with input_error(r"mine.zip: expected train/CLASS/IMAGE"):
         opened()
     assert train.image(0).size == (5, 7)
-
-
-def test_notes_on_both_splits_are_kept_together(plain_source):
-    train = dataclasses.replace(plain_source(4), pixel_hashes=lambda: [b"a", b"a", b"b", b"c"])
-    test = dataclasses.replace(train, split="test", skipped=Skipped())
-    noted(train, test, {})
-    reasons = [reason.partition(" (")[0] for reason in train.skipped.paths]
-    assert sorted(reasons) == [
-        "test images that are in train, too",
-        "the same picture in two classes of test",
-        "the same picture in two classes of train",
-    ]

@@ -8,7 +8,7 @@ from numpy.testing import assert_array_equal
 
 from fdc_jax.data import benchmarks, task_stream
 from fdc_jax.data.dataset import class_checksums
-from fdc_jax.errors import InputError
+from tests.errors import input_error
 
 
 @pytest.mark.parametrize("per_class", range(4))
@@ -16,13 +16,12 @@ from fdc_jax.errors import InputError
 def test_tasks_have_the_first_images_of_class_after_class(plain_source, size, per_class):
     labels = np.random.default_rng(size).integers(0, 5, size, np.int32)
     data = dataclasses.replace(plain_source(size), labels=labels)
-    order = tuple("30142")
-    fields = dict(class_order=order, train_per_class=per_class, test_per_class=per_class)
+    fields = dict(class_order=tuple("30142"), train_per_class=per_class, test_per_class=per_class)
     stream = build(data, data, -1, classes_per_task=(2, 3), **fields)
-    rows = {label: np.flatnonzero(labels == int(label))[: per_class or None] for label in order}
-    expected = [[row for label in task for row in rows[label]] for task in ("30", "142")]
-    assert [task.tolist() for task in stream.train_indices] == expected
-    assert stream.test_indices.tolist() == [*expected[0], *expected[1]]
+    rows = [np.flatnonzero(labels == label)[: per_class or None] for label in (3, 0, 1, 4, 2)]
+    expected = [np.concatenate(rows[:2]), np.concatenate(rows[2:])]
+    assert [task.tolist() for task in stream.train_indices] == [task.tolist() for task in expected]
+    assert_array_equal(stream.test_indices, np.concatenate(expected))
 
 
 def build(train, test, seed, known=task_stream.NONE_LEARNED, **fields):
@@ -36,16 +35,12 @@ def test_a_stream_numbers_classes_as_they_arrive(plain_source):
     order = benchmarks.class_order(5, 4)
     assert stream.class_names == [str(label) for label in order]
     assert stream.classes_per_task == (2, 2, 1) and stream.first_position.tolist() == [0, 2, 4]
-    for task, (indices, first) in enumerate(
-        zip(stream.train_indices, stream.first_position, strict=True)
-    ):
-        actual = [stream.class_names[label] for label in stream.train_labels(task)]
-        assert actual == [stream.train.class_names[label] for label in stream.train.labels[indices]]
-        counts = np.bincount(stream.train_labels(task) - first)
-        assert counts.tolist() == [3] * stream.classes_per_task[task]
-    assert_array_equal(
-        stream.test_labels, stream.positions[stream.test.labels[stream.test_indices]]
-    )
+    for task, indices in enumerate(stream.train_indices):
+        positions = stream.train_labels(task)
+        assert_array_equal(order[positions], stream.train.labels[indices])
+        assert_array_equal(positions // 2, task)
+        assert len(positions) == 3 * stream.classes_per_task[task]
+    assert_array_equal(order[stream.test_labels], stream.test.labels[stream.test_indices])
     assert sorted(stream.test_indices) == list(range(11))
     assert_array_equal(stream.test_labels // 2, stream.test_tasks)
 
@@ -53,19 +48,20 @@ def test_a_stream_numbers_classes_as_they_arrive(plain_source):
 @pytest.mark.parametrize("per_class", [0, 4])
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.99])
 def test_validation_images_are_a_share_of_every_class(plain_source, share, per_class):
-    data = dataclasses.replace(
-        plain_source(200), labels=np.random.default_rng(3).integers(0, 5, 200, np.int32)
-    )
+    labels = np.random.default_rng(3).integers(0, 5, 200, np.int32)
+    data = dataclasses.replace(plain_source(200), labels=labels)
     fields = dict(classes_per_task=(2, 3), train_per_class=per_class)
     all_images = build(data, data, 4, **fields)
     stream = build(data, data, 4, **fields, validation_share=share)
-    learned, held_out = np.concatenate(stream.train_indices), stream.validation_indices
+    learned = np.concatenate(stream.train_indices)
+    held_out = stream.validation_indices
+    every = np.concatenate(all_images.train_indices)
     assert not {*learned} & {*held_out}
-    assert {*learned} | {*held_out} == {*np.concatenate(all_images.train_indices)}
+    assert {*learned} | {*held_out} == {*every}
     for label in range(5):
-        count = np.sum(data.labels[np.concatenate(all_images.train_indices)] == label)
+        count = np.sum(labels[every] == label)
         expected = min(max(round(share * count), 1), count - 1)
-        assert np.sum(data.labels[held_out] == label) == expected
+        assert np.sum(labels[held_out] == label) == expected
     names = [stream.class_names[label] for label in stream.validation_labels]
     assert names == [str(label) for label in data.labels[held_out]]
     assert_array_equal(stream.test_indices, all_images.test_indices)
@@ -87,70 +83,58 @@ def test_a_class_of_one_image_has_none_to_hold_out(plain_source):
         "config.data.validation_share: expected at least two training images of every class, "
         "found one of 4"
     )
-    with pytest.raises(InputError, match=message):
+    with input_error(message):
         build(plain_source(9), plain_source(10), -1, classes_per_task=5, validation_share=0.1)
 
 
-def test_classes_arrive_in_the_order_of_their_names_or_of_a_list(plain_source):
-    given = build(plain_source(23), plain_source(11), -1, classes_per_task=(1, 4))
-    assert given.class_names == list("01234") and given.classes_per_task == (1, 4)
-    fields = dict(classes_per_task=(2, 1, 2), class_order=tuple("30142"))
-    listed = build(plain_source(23), plain_source(11), -1, **fields)
-    assert listed.class_names == list("30142")
-    assert [task.tolist() for task in listed.tasks] == [[3, 0], [1], [4, 2]]
-    assert listed.train_labels(1).tolist() == [2] * 5
+def test_classes_arrive_in_the_order_of_their_names_by_default(plain_source):
+    stream = build(plain_source(23), plain_source(11), -1, classes_per_task=(1, 4))
+    assert stream.class_names == list("01234")
+    assert [task.tolist() for task in stream.tasks] == [[0], [1, 2, 3, 4]]
     # The last classes have no test image.
-    with pytest.raises(InputError, match="test images in every task, found none in task 2, of cla"):
+    with input_error("test images in every task, found none in task 2, of cla"):
         build(plain_source(23), plain_source(3), -1, classes_per_task=(3, 2))
 
 
 @pytest.mark.parametrize("seed", [-1, 4])
 def test_new_classes_come_after_the_known_ones(plain_source, seed):
-    def of(classes, known=task_stream.NONE_LEARNED, **fields):
-        data = dataclasses.replace(
-            plain_source(2 * classes, num_classes=classes), labels=np.arange(2 * classes) // 2
-        )
+    def stream_of(classes, known=task_stream.NONE_LEARNED, **fields):
+        data = plain_source(2 * classes, num_classes=classes)
+        data = dataclasses.replace(data, labels=np.arange(2 * classes) // 2)
         return build(data, data, seed, known, classes_per_task=2, **fields)
 
-    before = of(5)
+    before = stream_of(5)
+    complete = stream_of(9)
     known = task_stream.LearnedClasses(before.class_checksums, before.planned)
-    grown, complete = of(9, known), of(9)
+    grown = stream_of(9, known)
     assert grown.planned == (2, 2, 1, 2, 2) and complete.planned == (2, 2, 2, 2, 1)
     new = [name for name in complete.classes if name not in known.classes]
     assert grown.classes == (*known.classes, *new)
     assert grown.class_checksums.items() >= known.classes.items()
-    assert known.tasks == [
-        [grown.class_names[c] for c in grown.positions[classes]] for classes in grown.tasks[:3]
-    ]
-    # What it took in stays; what was planned beyond keeps its place alone.
-    few = of(9, known._replace(sizes=(2,)))
+    names = np.array(grown.class_names)
+    for known_names, classes in zip(known.tasks, grown.tasks[:3], strict=True):
+        assert known_names == names[grown.positions[classes]].tolist()
+    # Learned tasks stay; classes that were planned beyond them keep only their order.
+    few = stream_of(9, known._replace(sizes=(2,)))
     assert few.planned == (2, 2, 2, 2, 1) and few.classes == grown.classes
-    assert of(5, known, num_tasks=2).class_names == list(known.classes)[:4]
+    assert stream_of(5, known, num_tasks=2).class_names == list(known.classes)[:4]
 
 
 def test_checksums_are_of_names_labels_and_pixels_in_any_order(plain_source):
     data = plain_source(10)
+    hashes = [*(bytes(32) for _ in range(9)), b"x" * 32]
+    pixels = {"pixel_hashes": lambda: hashes}
+    name = {"ids": (*data.ids[:-1], "other")}
+    label = {"labels": np.append(data.labels[:-1], 3)}
+    variants = [dataclasses.replace(data, **change) for change in (pixels, name, label)]
+    assert len({variant.checksum for variant in (data, *variants)}) == 4
+    backward = dataclasses.replace(data, labels=data.labels[::-1], ids=data.ids[::-1])
+    assert backward.checksum == data.checksum
 
-    def checksums(train=data, test=data):
-        return class_checksums(train, dataclasses.replace(test, split="test"))
+    def checksums(train, test):
+        return class_checksums(train, dataclasses.replace(test, split="test")).items()
 
-    before = checksums()
-    pixels = [bytes(32)] * 9 + [b"x" * 32]
-    changed = {"pixels": dataclasses.replace(data, pixel_hashes=lambda: pixels)}
-    changed["name"] = dataclasses.replace(data, ids=(*data.ids[:-1], "other"))
-    changed["label"] = dataclasses.replace(data, labels=np.append(data.labels[:-1], 3))
-    assert len({variant.checksum for variant in (data, *changed.values())}) == 4
-    back = dict(labels=data.labels[::-1], ids=data.ids[::-1])
-    assert dataclasses.replace(data, **back).checksum == data.checksum
-    del changed["label"]
-    for variant in changed.values():
-        for actual in (checksums(variant), checksums(data, variant)):
-            assert [name for name in "01234" if actual[name] != before[name]] == ["4"]
-
-    def part(split, names):
-        hashes = [bytes(32)] * len(names)
-        kept = dict(split=split, ids=tuple(names), pixel_hashes=lambda: hashes)
-        return dataclasses.replace(data, labels=np.zeros(len(names), np.int32), **kept)
-
-    moved = [class_checksums(part("train", "ab"[:n]), part("test", "abc"[n:])) for n in (1, 2)]
-    assert moved[0] != moved[1]
+    for variant in variants[:2]:
+        for splits in ((variant, data), (data, variant)):
+            assert {name for name, _ in checksums(data, data) - checksums(*splits)} == {"4"}
+    assert checksums(variants[0], data) != checksums(data, variants[0])

@@ -4,26 +4,27 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from fdc_jax import heads
-from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
+from tests.errors import input_error
 
 
 def example(num_tasks=2, seed=0, two_views=True):
-    rng = np.random.default_rng(seed)
-    arrays = {}
+    rng, arrays = np.random.default_rng(seed), {}
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
     for t in range(num_tasks):
-        labels = np.array([10 * t + 1, 10 * t, 10 * t + 1, 10 * t, 10 * t])
-        arrays[f"train_adapted_{t}"] = rng.normal(size=(5, 4)).astype(np.float32)
-        arrays[f"train_labels_{t}"] = labels
-        arrays[f"head_weight_{t}"] = rng.normal(size=(2, 4)).astype(np.float32)
-        arrays[f"head_bias_{t}"] = rng.normal(size=2).astype(np.float32)
+        arrays[f"train_adapted_{t}"] = normal(5, 4)
+        arrays[f"train_labels_{t}"] = 10 * t + np.array([1, 0, 1, 0, 0])
+        arrays[f"head_weight_{t}"] = normal(2, 4)
+        arrays[f"head_bias_{t}"] = normal(2)
         if two_views:
-            arrays[f"train_pretrained_{t}"] = rng.normal(size=(5, 3)).astype(np.float32)
-    arrays["test_adapted"] = rng.normal(size=(6, 4)).astype(np.float32)
+            arrays[f"train_pretrained_{t}"] = normal(5, 3)
+    arrays["test_adapted"] = normal(6, 4)
     if two_views:
-        arrays["test_pretrained"] = rng.normal(size=(6, 3)).astype(np.float32)
-    arrays["test_labels"] = np.array([0, 1, 10, 11, 0, 10])
-    return arrays
+        arrays["test_pretrained"] = normal(6, 3)
+    return arrays | {"test_labels": np.array([0, 1, 10, 11, 0, 10])}
 
 
 def save(path, arrays):
@@ -38,10 +39,8 @@ def save(path, arrays):
 
 def refused(path, message):
     """Loading ends in one line that starts with the file."""
-    with pytest.raises(InputError, match=message) as caught:
+    with input_error(f"^{path}: .*{message}"):
         feature_files.load(path)
-    assert str(caught.value).startswith(str(path))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture(params=["features.npz", "features"])
@@ -78,23 +77,21 @@ def test_optional_arrays_may_be_absent(target):
     same(features.tasks[0].head.bias, [0, 0])
     assert features.tasks[0].pretrained is None
     assert features.test_pretrained is None
-    with pytest.raises(InputError, match="test_labels: missing"):
+    with input_error("test_labels: missing"):
         _ = features.test_tasks
 
 
 def test_head_classes_order_rows_and_allow_empty_classes(target):
-    arrays = example()
-    arrays["head_classes_0"] = np.array([1, 5, 0])
-    arrays["head_weight_0"] = np.zeros((3, 4), np.float32)
-    arrays["head_bias_0"] = np.zeros(3, np.float32)
-    arrays["test_labels"] = np.array([5, 1, 10, 11, 0, 10])
+    arrays = example() | {"head_classes_0": np.array([1, 5, 0])}
+    arrays |= {"head_weight_0": zeros(3, 4), "head_bias_0": zeros(3)}
+    arrays["test_labels"][0] = 5
     features = feature_files.load(save(target, arrays))
     same(features.tasks[0].classes, [1, 5, 0])
     assert features.test_tasks[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "made", "beside", "value", "default"),
+    "kind, made, beside, value, default",
     [
         ("linear", heads.LinearHead, "bias", [3.0, 4.0], [0.0, 0.0]),
         ("normalised_linear", heads.NormalisedLinearHead, "bias", [3.0, 4.0], [0.0, 0.0]),
@@ -104,26 +101,20 @@ def test_head_classes_order_rows_and_allow_empty_classes(target):
 )
 def test_linear_and_cosine_heads_are_read(target, kind, made, beside, value, default):
     """Of all heads of a file, final ones, too; where a task has none, its own is its final one."""
-    arrays = {k: v for k, v in with_final_head().items() if "bias" not in k}
+    arrays = {name: array for name, array in example().items() if "bias" not in name}
     arrays["head_kind"] = np.array(kind)
+    arrays["final_head_weight_1"] = 2.0 * arrays["head_weight_1"]
     if beside:
         arrays |= {f"head_{beside}_0": np.array(value), f"final_head_{beside}_1": np.array(value)}
     features = feature_files.load(save(target, arrays))
-    (first, second), finals = (task.head for task in features.tasks), features.final_heads
-    assert finals[0] is first and features.tasks[0].final_head is None
-    same(finals[1][0], 2.0 * second[0])
-    actual = [first, second, finals[1]]
-    assert {type(head) for head in actual} == {made}
-    if beside:
-        for head, expected in zip(actual, (value, default, value), strict=True):
+    first, second = (task.head for task in features.tasks)
+    initial, final = features.final_heads
+    assert initial is first and features.tasks[0].final_head is None
+    same(final[0], 2.0 * second[0])
+    for head, expected in ((first, value), (second, default), (final, value)):
+        assert type(head) is made
+        if beside:
             same(getattr(head, beside), expected)
-
-
-def with_final_head(task=1):
-    arrays = example()
-    arrays[f"final_head_weight_{task}"] = 2.0 * arrays[f"head_weight_{task}"]
-    arrays[f"final_head_bias_{task}"] = np.array([3.0, 4.0], np.float32)
-    return arrays
 
 
 def change(**new):
@@ -149,6 +140,8 @@ FAULTS = {
     "no labels": (change(train_labels_1=None), "train_labels_1: missing"),
     "one view lost": (change(train_pretrained_1=None), "train_pretrained_1: missing; expected"),
     "no test": (change(test_pretrained=None), "test_pretrained: missing; expected beside"),
+    "head of some": (change(head_weight_0=None, head_bias_0=None),
+                     "head_weight_0: missing; expected for each task t = 0 .. 1"),
     "growing head": (change(head_weight_1=zeros(4, 4)),
                      r"head_weight_1: found 4 rows for the 2 classes of task 1, as many as several "
                      r"tasks have together; .*, weight\[2:4\]"),
@@ -163,18 +156,8 @@ FAULTS = {
                       r"found 4 rows for the 2 classes of task 0, as many as .*weight\[0:2\]"),
     "head rows": (change(head_weight_1=zeros(3, 4)),
                   "head_weight_1: found 3 rows for the 2 classes of task 1$"),
-    "float labels": (change(train_labels_0=zeros(5)),
-                     "train_labels_0: expected integers, found float32"),
-    "test labels": (change(test_labels=np.zeros(5, int)),
-                    "test_labels: expected 6 rows like test_adapted, found 5"),
-    "no test rows": (change(test_adapted=zeros(0, 4)),
-                     r"test_adapted: expected shape .* at least one sample, found \[0, 4\]"),
-    "a task without rows": (change(train_adapted_1=zeros(0, 4), train_labels_1=np.zeros(0, int)),
-                            r"train_adapted_1: expected shape .* one sample, found \[0, 4\]"),
     "a test row lost": (change(test_pretrained=zeros(5, 3)),
                         "test_pretrained: expected 6 rows like test_adapted, found 5"),
-    "a training row lost": (change(train_pretrained_1=zeros(4, 3)),
-                            "train_pretrained_1: expected 5 rows like train_adapted_1, found 4"),
     "a label lost": (change(train_labels_0=np.array([0, 1, 0, 1])),
                      "train_labels_0: expected 5 rows like train_adapted_0, found 4"),
     "label of two tasks": (change(train_labels_1=np.zeros(5, int)),
@@ -189,8 +172,6 @@ FAULTS = {
                                   "train_previous_0: expected from t = 1 on"),
     "previous of some": (lambda a: a.update(example(3), train_previous_2=zeros(5, 4)),
                          "train_previous_1: missing; expected for each task t = 1 .. 2"),
-    "previous of others": (change(train_previous_1=zeros(4, 4)),
-                           r"train_previous_1: expected shape \[5, 4\] as train_adapted_1"),
 }  # fmt: skip
 
 
@@ -224,7 +205,7 @@ PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404 Not Found</body></html>"
 
 def test_missing_and_foreign_files_are_named(tmp_path):
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "empty: expected .npy files, found none")
+    refused(tmp_path / "empty", "expected .npy files, found none")
     path = tmp_path / "x.npz"
     refused(path, "no such file or folder")
     path.write_bytes(PAGE)
@@ -238,7 +219,8 @@ def write(folder, arrays, task, head, **given):
     feature_files.write_task(folder, task, *(arrays[name] for name in names), head, **given)
 
 
-WEIGHT, BIAS = np.ones((2, 4), np.float32), np.array([1.0, 2.0], np.float32)
+WEIGHT = np.ones((2, 4), np.float32)
+BIAS = np.array([1.0, 2.0], np.float32)
 
 
 @pytest.mark.parametrize(
@@ -254,15 +236,14 @@ WEIGHT, BIAS = np.ones((2, 4), np.float32), np.array([1.0, 2.0], np.float32)
 def test_written_tasks_are_read_back(tmp_path, head):
     arrays = example()
     for t in range(2):
-        pretrained, classes = arrays[f"train_pretrained_{t}"], [10 * t + 1, 10 * t]
-        write(tmp_path, arrays, t, head, pretrained=pretrained, classes=classes)
+        pretrained = arrays[f"train_pretrained_{t}"]
+        write(tmp_path, arrays, t, head, pretrained=pretrained, classes=[10 * t + 1, 10 * t])
     test = [arrays[f"test_{name}"] for name in ("adapted", "pretrained", "labels")]
     feature_files.write_test(tmp_path, *test)
     features = feature_files.load(tmp_path)
     for t, task in enumerate(features.tasks):
         assert type(task.head) is type(head)
-        for stored, part in zip(task.head, head, strict=True):
-            same(stored, part)
+        np.testing.assert_equal(task.head, head)
         same(task.classes, [10 * t + 1, 10 * t])
         same(task.pretrained, arrays[f"train_pretrained_{t}"])
     same(features.test_labels, arrays["test_labels"])
@@ -271,55 +252,43 @@ def test_written_tasks_are_read_back(tmp_path, head):
 def test_only_final_heads_that_differ_are_written(tmp_path):
     """Written again, as after an interruption, they are what the last call says."""
     arrays = example(two_views=False)
-    task_heads = [
+    first, second = (
         heads.LinearHead(arrays[f"head_weight_{t}"], arrays[f"head_bias_{t}"]) for t in range(2)
-    ]
-    for t, head in enumerate(task_heads):
-        write(tmp_path, arrays, t, head)
+    )
+    write(tmp_path, arrays, 0, first)
+    write(tmp_path, arrays, 1, second)
     feature_files.write_test(tmp_path, arrays["test_adapted"])
-    biased = task_heads[0]._replace(bias=task_heads[0].bias + 1.0)
-    written = {"final_head_weight_0.npy", "final_head_bias_0.npy"}
-    for final, names in (
-        (task_heads, set()),
-        ([biased, task_heads[1]], written),
-        (task_heads, set()),
-    ):
-        feature_files.write_final_heads(tmp_path, final)
-        assert {file.name for file in tmp_path.glob("final_*")} == names
-    feature_files.write_final_heads(tmp_path, [biased, task_heads[1]])
-    for expected, head in zip(
-        [biased, task_heads[1]], feature_files.load(tmp_path).final_heads, strict=True
-    ):
-        same(head.weight, expected.weight)
-        same(head.bias, expected.bias)
+    biased = first._replace(bias=first.bias + 1.0)
+    names = {"final_head_weight_0.npy", "final_head_bias_0.npy"}
+    for head, expected in ((first, set()), (biased, names), (first, set()), (biased, names)):
+        feature_files.write_final_heads(tmp_path, [head, second])
+        assert {file.name for file in tmp_path.glob("final_*")} == expected
+    np.testing.assert_equal(feature_files.load(tmp_path).final_heads, [biased, second])
     # A task that is written anew has no final head yet.
-    write(tmp_path, arrays, 0, task_heads[0])
+    write(tmp_path, arrays, 0, first)
     assert feature_files.load(tmp_path).final_heads is None
 
 
 def test_rewriting_a_task_removes_omitted_arrays(tmp_path):
-    arrays, linear = example(num_tasks=1), heads.LinearHead(WEIGHT, BIAS)
+    arrays = example(num_tasks=1)
+    linear = heads.LinearHead(WEIGHT, BIAS)
     write(tmp_path, arrays, 0, linear, pretrained=arrays["train_pretrained_0"])
     feature_files.write_test(tmp_path, arrays["test_adapted"], arrays["test_pretrained"], [0] * 6)
     write(tmp_path, arrays, 0, heads.CosineHead(WEIGHT))
     feature_files.write_test(tmp_path, arrays["test_adapted"])
     features = feature_files.load(tmp_path)
     assert isinstance(features.tasks[0].head, heads.CosineHead)
-    assert features.test_pretrained is None
-    assert features.test_labels is None
-    with pytest.raises(
-        InputError, match=r"head_kind.npy: expected linear, the kind of head 1 .*, is cosine"
-    ):
+    assert features.test_pretrained is features.test_labels is None
+    message = r"head_kind.npy: expected linear, the kind of head 1 .*, is cosine"
+    with input_error(message):
         write(tmp_path, example(), 1, linear)
 
 
-@pytest.mark.parametrize("short", ["float16", "bfloat16"])
-def test_half_precision_is_kept(tmp_path, short):
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_is_kept(target, dtype):
     arrays = example()
-    dtype = ml_dtypes.bfloat16 if short == "bfloat16" else np.float16
     narrow = arrays["train_adapted_0"].astype(dtype)
-    for path in (tmp_path / "features.npz", tmp_path / "folder"):
-        features = feature_files.load(save(path, arrays | {"train_adapted_0": narrow}))
-        actual = features.tasks[0].adapted
-        assert actual.dtype == dtype
-        assert_array_equal(actual.astype(np.float32), narrow.astype(np.float32))
+    features = feature_files.load(save(target, arrays | {"train_adapted_0": narrow}))
+    actual = features.tasks[0].adapted
+    assert actual.dtype == dtype
+    same(actual.astype(np.float32), narrow.astype(np.float32))

@@ -5,8 +5,6 @@ that a busy machine does not make the test fail.
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +12,8 @@ import pytest
 
 from fdc_jax import heads
 from fdc_jax.features import feature_files
+from tests import small_runs
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTH, CLASSES = 512, 10
 PROGRAM = """
 import sys, threading
@@ -49,13 +47,14 @@ for method in ("fdc", "gaussians"):
 
 def write(folder, rows):
     """Writes two tasks, a small one and one of `rows`; one large file serves as all its views."""
-    rng, centres = np.random.default_rng(0), np.zeros((CLASSES, WIDTH), np.float32)
-    centres[:, :CLASSES] = 8 * np.eye(CLASSES)
+    centres = np.zeros((CLASSES, WIDTH), np.float32)
+    np.fill_diagonal(centres, 8.0)
     folder.mkdir()
     labels = np.arange(rows) % CLASSES
-    features = centres[labels] + rng.random((rows, WIDTH), np.float32)
+    features = centres[labels] + np.random.default_rng(0).random((rows, WIDTH), np.float32)
     feature_files.write_test(folder, features)
-    head, few = heads.LinearHead(centres, np.zeros(CLASSES)), slice(2_000)
+    head = heads.LinearHead(centres, np.zeros(CLASSES))
+    few = slice(2_000)
     feature_files.write_task(folder, 0, features[few], labels[few], head, features[few])
     feature_files.write_task(folder, 1, features[few], labels + CLASSES, head)
     (folder / "train_adapted_1.npy").unlink()
@@ -68,13 +67,11 @@ def write(folder, rows):
 def test_no_memory_map_is_copied(tmp_path):
     write(tmp_path / "small", 4_000)
     write(tmp_path / "large", 30_000)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "small"), str(tmp_path / "large")],
-        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    folders = (tmp_path / "small", tmp_path / "large")
+    output = small_runs.python("-c", PROGRAM, *folders, env=environment)
     one_map = (tmp_path / "large" / "test_adapted.npy").stat().st_size
-    for line in done.stdout.splitlines():
+    for line in output.splitlines():
         method, added, samples = line.split()
         assert int(samples) > 10 and int(added) < one_map, (method, int(added) / one_map)
-    assert len(done.stdout.splitlines()) == 2
+    assert len(output.splitlines()) == 2

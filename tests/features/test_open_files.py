@@ -1,20 +1,18 @@
 """Folders with more feature files than a process may open."""
 
 import errno
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.machine import files
+from tests import small_runs
+from tests.errors import input_error
 from tests.features.test_feature_files import example, save
 
 resource = pytest.importorskip("resource", reason="Windows has no limit of this kind")
-ROOT = Path(__file__).resolve().parents[2]
 TASKS, LIMIT = 60, 100
 PROGRAM = f"""
 import resource, sys
@@ -33,13 +31,14 @@ sys.exit(main([folder, "--method=gaussians,ncm-pretrained", f"--output={{output}
 
 def stream(folder):
     """Writes tasks with three views of their training images."""
-    rng, arrays = np.random.default_rng(0), example(TASKS)
-    for task in range(1, TASKS):
-        arrays[f"train_previous_{task}"] = rng.normal(size=(5, 4)).astype(np.float32)
-    arrays["test_adapted"] = rng.normal(size=(2 * TASKS, 4)).astype(np.float32)
-    arrays["test_pretrained"] = rng.normal(size=(2 * TASKS, 3)).astype(np.float32)
-    arrays["test_labels"] = np.repeat(10 * np.arange(TASKS), 2) + np.arange(2 * TASKS) % 2
-    return save(folder, arrays)
+    rng = np.random.default_rng(0)
+    arrays = example(TASKS)
+    shapes = {f"train_previous_{task}": (5, 4) for task in range(1, TASKS)}
+    shapes |= {"test_adapted": (2 * TASKS, 4), "test_pretrained": (2 * TASKS, 3)}
+    for name, shape in shapes.items():
+        arrays[name] = rng.normal(size=shape).astype(np.float32)
+    tasks, classes = np.divmod(np.arange(2 * TASKS), 2)
+    return save(folder, arrays | {"test_labels": 10 * tasks + classes})
 
 
 def open_files():
@@ -63,18 +62,16 @@ def test_maps_are_open_only_while_their_task_is_used(tmp_path):
 
 @pytest.mark.ci
 def test_a_folder_of_more_tasks_than_files_may_be_open(tmp_path):
-    folder, output = stream(tmp_path / "features"), tmp_path / "o.npz"
-    command = [sys.executable, "-c", PROGRAM, str(folder), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(TASKS * (TASKS - 1)), "5"]
+    output = tmp_path / "o.npz"
+    printed = small_runs.python("-c", PROGRAM, stream(tmp_path / "features"), output)
+    assert printed.split() == [str(TASKS * (TASKS - 1)), "5"]
     with np.load(output) as result:
         assert result["scores"].shape == (2 * TASKS, TASKS)
 
 
-@pytest.mark.parametrize("suffix", ["npy", "npz"])
-def test_an_error_of_the_system_is_no_damage(tmp_path, monkeypatch, suffix):
-    path = tmp_path / f"x.{suffix}"
+@pytest.mark.parametrize("read", [files.read_npy, files.read_npz])
+def test_an_error_of_the_system_is_no_damage(tmp_path, monkeypatch, read):
+    path = tmp_path / "x"
     path.write_bytes(b"")
 
     def fail(*arguments, **options):
@@ -82,6 +79,5 @@ def test_an_error_of_the_system_is_no_damage(tmp_path, monkeypatch, suffix):
 
     monkeypatch.setattr(np.lib.format, "open_memmap", fail)
     monkeypatch.setattr(np, "load", fail)
-    read = files.read_npy if suffix == "npy" else files.read_npz
-    with pytest.raises(InputError, match=r": cannot be read: Stale file handle$"):
+    with input_error(r": cannot be read: Stale file handle$"):
         read(path)

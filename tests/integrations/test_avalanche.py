@@ -3,12 +3,15 @@
 import copy
 import pickle
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
-from fdc_jax import calibration, heads
-from fdc_jax.errors import InputError
+from fdc_jax import calibration
+from tests.errors import input_error
+from tests.integrations.conftest import Refitted, run_program, surpasses
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 pytestmark = pytest.mark.filterwarnings("ignore:::avalanche", "ignore:No loggers specified")
@@ -35,6 +38,9 @@ def network(growing):
     return torch.nn.Sequential(OrderedDict(layers)), "classifier.classifier"
 
 
+TASKS = [[3, 8], [0, 1], [2, 9], [5, 7], [4, 6]]
+
+
 def trained(digits, plugins, model, experiences=5):
     """Trains on so many of five experiences; returns the strategy and the benchmark."""
     from avalanche.benchmarks.scenarios.supervised import class_incremental_benchmark
@@ -43,18 +49,13 @@ def trained(digits, plugins, model, experiences=5):
     from avalanche.training import Naive
     from avalanche.training.plugins import EvaluationPlugin
 
-    train, test, train_labels, test_labels = digits
-
-    def dataset(images, labels):
-        found = torch.utils.data.TensorDataset(torch.tensor(images), torch.tensor(labels))
-        found.targets = labels.tolist()
-        return as_classification_dataset(found)
-
-    benchmark = class_incremental_benchmark(
-        {"train": dataset(train, train_labels), "test": dataset(test, test_labels)},
-        class_order=[3, 8, 1, 0, 9, 2, 7, 5, 4, 6],
-        num_experiences=5,
-    )
+    datasets = {}
+    for name, images, labels in zip(("train", "test"), digits[:2], digits[2:], strict=True):
+        dataset = torch.utils.data.TensorDataset(torch.tensor(images), torch.tensor(labels))
+        dataset.targets = labels.tolist()
+        datasets[name] = as_classification_dataset(dataset)
+    order = np.concatenate(TASKS).tolist()
+    benchmark = class_incremental_benchmark(datasets, class_order=order, num_experiences=5)
     torch.manual_seed(1)
     strategy = Naive(
         model=model,
@@ -71,78 +72,62 @@ def trained(digits, plugins, model, experiences=5):
 
 
 def accuracy(strategy, benchmark):
-    (found,) = [v for k, v in strategy.eval(benchmark.test_stream).items() if "Stream" in k]
-    return found
+    metrics = strategy.eval(benchmark.test_stream)
+    (value,) = [value for name, value in metrics.items() if "Stream" in name]
+    return value
 
 
-class Copies:
-    """The model before and after each experience, as a plugin keeps them."""
+def copier(networks):
+    """Returns a plugin that keeps the model at the start and after each experience."""
+    from avalanche.training.plugins import SupervisedPlugin
 
-    def __init__(self):
-        self.before, self.after = [], []
+    class Copier(SupervisedPlugin):
+        def before_training_exp(self, strategy, **kwargs):
+            if not networks:
+                self.after_training_exp(strategy)
 
-    def plugin(self):
-        from avalanche.training.plugins import SupervisedPlugin
+        def after_training_exp(self, strategy, **kwargs):
+            networks.append(copy.deepcopy(strategy.model).eval())
 
-        class Watch(SupervisedPlugin):
-            def before_training_exp(_, strategy, **kwargs):
-                self.before.append(copy.deepcopy(strategy.model).eval())
-
-            def after_training_exp(_, strategy, **kwargs):
-                self.after.append(copy.deepcopy(strategy.model).eval())
-
-        return Watch()
+    return Copier()
 
 
-def fitted_again(name, digits, copies, layer, body):
-    """Fits from the arrays of copies of the model, with no part of the adapter."""
-    calibrator = calibration.make(name)
-    for task, classes in enumerate([[3, 8], [0, 1], [2, 9], [5, 7], [4, 6]]):
-        rows = np.isin(digits[2], classes)
-        models = copies.after[task], copies.before[0], copies.before[task]
-        adapted, frozen, previous = (body(each)(torch.tensor(digits[0][rows])) for each in models)
-        last = copies.after[task].get_submodule(layer)
-        head = heads.LinearHead(last.weight[classes].numpy(), last.bias[classes].numpy())
-        named = {"classes": np.array(classes), "previous": previous.numpy()}
-        calibrator.fit_task(adapted.numpy(), digits[2][rows], head, frozen.numpy(), **named)
-    calibrator.finalize()
-    return calibrator
-
-
-@pytest.mark.parametrize(("name", "growing"), [("fdc", False), ("gaussians", True)])
-def test_calibrated_accuracy(avalanche, digits, name, growing):
+@pytest.mark.parametrize("name, growing", [("fdc", False), ("gaussians", True)])
+def test_calibrated_accuracy_is_that_of_the_refitted_calibrator(avalanche, digits, name, growing):
     from fdc_avalanche import FDCPlugin
 
     model, layer = network(growing)
-    given = name if growing else calibration.make(name)
-    plugin, copies = FDCPlugin(given, layer), Copies()
-    strategy, benchmark = trained(digits, [plugin, copies.plugin()], model)
+    plugin = FDCPlugin(name if growing else calibration.make(name), layer)
+    networks = []
+    strategy, benchmark = trained(digits, [plugin, copier(networks)], model)
     calibrated = accuracy(strategy, benchmark)
     fitted, plugin.calibrated = plugin.calibrator, None
     raw = accuracy(strategy, benchmark)
-    assert [c.tolist() for c in fitted.classes] == [[3, 8], [0, 1], [2, 9], [5, 7], [4, 6]]
+    assert [classes.tolist() for classes in fitted.classes] == TASKS
 
-    def body(each):
-        return each[:2] if growing else each.features
+    def features(model, images):
+        body = model[:2] if growing else model.features
+        with torch.no_grad():
+            return body(torch.tensor(images)).numpy()
 
-    images, labels = torch.tensor(digits[1]), digits[3]
+    def layer_of(model, classes):
+        return model.get_submodule(layer), classes
+
+    train, images, train_labels, labels = digits
+    refitted = Refitted(name, networks, train, train_labels, TASKS, features, layer_of)
+    refitted.assert_scores(fitted.class_scores(*refitted.views(images)), images)
+    right = fitted.score(*refitted.views(images)).label == labels
     with torch.no_grad():
-        again = fitted_again(name, digits, copies, layer, body)
-        probe = [body(each)(images).numpy() for each in (copies.after[-1], copies.before[0])]
-        logits = model.eval()(images).numpy()
-    expected = again.class_scores(*probe)
-    scale = abs(expected[np.isfinite(expected)]).max()
-    np.testing.assert_allclose(fitted.class_scores(*probe), expected, atol=1e-3 * scale)
-    right, before = fitted.score(*probe).label == labels, logits.argmax(axis=1) == labels
+        logits = model.eval()(torch.tensor(images)).numpy()
+    before = logits.argmax(axis=1) == labels
     assert calibrated == pytest.approx(right.mean())
     assert raw == pytest.approx(before.mean())
-    # More than three standard errors of a paired difference.
-    assert np.sum(right) - np.sum(before) > 3 * np.sqrt(np.sum(right != before))
+    assert surpasses(right, before)
     if name == "fdc":  # Training goes as it would without the plugin.
         other, _ = network(growing)
         trained(digits, [], other)
         with torch.no_grad():
-            np.testing.assert_array_equal(other.eval()(images), logits)
+            assert_array_equal(other.eval()(torch.tensor(images)), logits)
 
 
 def test_one_view_and_classes_not_seen_yet(avalanche, digits):
@@ -152,53 +137,42 @@ def test_one_view_and_classes_not_seen_yet(avalanche, digits):
     plugin = FDCPlugin(calibration.FDC(), layer, pretrained=False)
     trained(digits, [plugin], model)
     assert len(plugin.calibrator.widths) == 1
-    found = plugin.calibrated
-
-    class Seen:  # The least of a strategy that the hook looks at.
-        mb_x, mb_output = torch.tensor(digits[1][:5]), torch.zeros(5, 14)
-
+    images = torch.tensor(digits[1][:5])
+    strategy = SimpleNamespace(mb_x=images, mb_output=torch.zeros(5, 14))  # the least of one
     with torch.no_grad():
-        plugin.after_eval_forward(Seen)
-    assert Seen.mb_output.shape == (5, 14)
-    np.testing.assert_array_equal(
-        Seen.mb_output[:, :10], found(torch.tensor(digits[1][:5])).detach()
-    )
-    assert Seen.mb_output[:, 10:].max() < Seen.mb_output[:, :10].min()
-    assert np.isfinite(Seen.mb_output.numpy()).all()
+        plugin.after_eval_forward(strategy)
+        scores = plugin.calibrated(images)
+    output = strategy.mb_output
+    assert output.shape == (5, 14) and output.isfinite().all()
+    assert torch.equal(output[:, :10], scores)
+    assert output[:, 10:].max() < scores.min()
 
 
 def test_a_wrong_calibrator_or_layer_is_one_line_before_training(avalanche, digits):
     from fdc_avalanche import FDCPlugin
 
-    with pytest.raises(InputError, match=r"calibrator: expected one of .*, found dict"):
+    with input_error(r"calibrator: expected one of .*, found dict"):
         FDCPlugin({"tsf": True}, "classifier").start(network(growing=False)[0])
+    assert FDCPlugin("fdc", "classifier", attenuation=0.25).calibrator.settings.attenuation == 0.25
+    with input_error("none beside a calibrator, found attenuation"):
+        FDCPlugin(calibration.make("fdc"), "classifier", attenuation=0.25)
     model, _ = network(growing=False)
-    first = copy.deepcopy(model.state_dict())
-    for layer, found in (("clasifier", "did you mean classifier"), ("features.1", "ReLU")):
-        with pytest.raises(InputError, match=f"layer: expected .*{found}"):
+    before = copy.deepcopy(model.state_dict())
+    for layer, message in (("clasifier", "did you mean classifier"), ("features.1", "ReLU")):
+        with input_error(f"layer: expected .*{message}"):
             trained(digits, [FDCPlugin(calibration.FDC(), layer)], model)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, first[name])
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("route", ["pickle", "copy", "state_dict"])
-def test_fitting_goes_on_after_reading(avalanche, digits, route):
+def test_a_plugin_that_was_read_resumes_equally(avalanche, digits, route):
     from fdc_avalanche import FDCPlugin
 
-    def go_on(strategy):
-        torch.manual_seed(5)
-        for experience in benchmark.train_stream[3:]:
-            strategy.train(experience)
-        return strategy.model.state_dict()
-
-    def scores(plugin):
-        return plugin.calibrated.eval()(torch.tensor(digits[1]))
-
     model, layer = network(growing=False)
-    plugin = FDCPlugin("gaussians", layer)
-    strategy, benchmark = trained(digits, [plugin], model, experiences=3)
     other, _ = network(growing=False)
+    plugin = FDCPlugin("gaussians", layer)
     read = FDCPlugin("fdc", layer)
+    strategy, benchmark = trained(digits, [plugin], model, experiences=3)
     if route == "pickle":
         read = pickle.loads(pickle.dumps(plugin))
     elif route == "copy":
@@ -207,29 +181,27 @@ def test_fitting_goes_on_after_reading(avalanche, digits, route):
         read.start(other)
         read.calibrated.load_state_dict(plugin.calibrated.state_dict())
     other.load_state_dict(model.state_dict())
-    again, _ = trained(digits, [read], other, 0)
-    assert torch.equal(scores(read), scores(plugin))
-    weights, expected = go_on(again), go_on(strategy)
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert torch.equal(scores(read), scores(plugin))
+    resumed, _ = trained(digits, [read], other, 0)
+    images = torch.tensor(digits[1])
+    for experiences in ([], benchmark.train_stream[3:]):
+        for trainer in (strategy, resumed):
+            torch.manual_seed(5)
+            for experience in experiences:
+                trainer.train(experience)
+        scores = [module.calibrated.eval()(images) for module in (plugin, read)]
+        assert torch.equal(*scores)
+        weights = [dict(module.state_dict()) for module in (model, other)]
+        torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert len(read.calibrated.classes) == 10
     # What is evaluated is what was trained, not the copy that was read.
-    assert read.calibrated.module[0] is again.model
+    assert read.calibrated.module[0] is resumed.model
 
 
-def test_settings_go_with_a_name(avalanche):
-    from fdc_avalanche import FDCPlugin
-
-    assert FDCPlugin("fdc", "classifier", attenuation=0.25).calibrator.settings.attenuation == 0.25
-    with pytest.raises(InputError, match="none beside a calibrator, found attenuation"):
-        FDCPlugin(calibration.make("fdc"), "classifier", attenuation=0.25)
-
-
-def test_program_of_the_page(avalanche, program, capsys):
-    found = program("Avalanche")
-    images, labels = (found[each][found["test"]] for each in ("images", "labels"))
-    printed = found["metrics"]["Top1_Acc_Stream/eval_phase/test_stream/Task000"]
+def test_program_of_the_page(avalanche, capsys):
+    defined = run_program("Avalanche")
+    images, labels = (defined[name][defined["test"]] for name in ("images", "labels"))
+    printed = defined["metrics"]["Top1_Acc_Stream/eval_phase/test_stream/Task000"]
     assert str(printed) in capsys.readouterr().out
     with torch.no_grad():
-        raw = found["model"].eval()(images).argmax(dim=1) == labels
+        raw = defined["model"].eval()(images).argmax(dim=1) == labels
     assert printed > raw.float().mean() + 0.5

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, heads
+from tests.integrations.conftest import Refitted
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,7 +44,7 @@ def trainer(checkout, digits, tmp_path, monkeypatch):
     """Trains a method, named with its settings, and returns it with copies of it."""
     from PIL import Image
 
-    found = checkout("LIBCONTINUAL", "LibContinual")
+    defined = checkout("LIBCONTINUAL", "LibContinual")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     import core.model as methods
     from core import trainer as trainers
@@ -70,71 +70,65 @@ def trainer(checkout, digits, tmp_path, monkeypatch):
     def train(base, **changed):
         class Watched(base):
             def before_task(self, task_idx, *rest):
-                self.before = [*getattr(self, "before", []), copy.deepcopy(self).eval()]
                 super().before_task(task_idx, *rest)
-                if not task_idx:  # Where a method makes a head only now.
-                    self.before = [copy.deepcopy(self).eval()]
+                if not task_idx:  # Some methods make a head only now.
+                    self.networks = [copy.deepcopy(self).eval()]
 
             def after_task(self, *given):
                 super().after_task(*given)
-                self.after = [*getattr(self, "after", []), copy.deepcopy(self).eval()]
+                self.networks.append(copy.deepcopy(self).eval())
 
         monkeypatch.setattr(methods, "Watched", Watched, raising=False)
-        made = {"save_path": str(tmp_path), "data_root": str(tmp_path / "data")}
-        worked = OnHost(0, CONFIG | made | changed)
-        worked.train_loop()
-        return worked
+        folders = {"save_path": str(tmp_path), "data_root": str(tmp_path / "data")}
+        run = OnHost(0, CONFIG | folders | changed)
+        run.train_loop()
+        return run
 
-    return found, train
-
-
-def arrays(loader):
-    """All images of a loader, in order, and their labels."""
-    rows = [loader.dataset[n] for n in range(len(loader.dataset))]
-    return torch.stack([each["image"] for each in rows]), np.array([each["label"] for each in rows])
+    return defined, train
 
 
-def fitted_again(name, worked, features, head_of):
-    """Fits from arrays of copies of the model, with no part of the adapter."""
-    again, model = calibration.make(name), worked.model
-    for task in range(5):
-        images, labels = arrays(worked.train_loader.get_loader(task))
-        classes = np.array([2 * task, 2 * task + 1])
-        own = np.isin(labels, classes)  # The rest is of the buffer.
-        models = model.after[task], model.before[0], model.before[task]
-        adapted, frozen, before = (features(each, images[torch.tensor(own)]) for each in models)
-        head = head_of(model.after[task], task, classes)
-        again.fit_task(adapted, labels[own], head, frozen, classes, before)
-    again.finalize()
-    return again
+TASKS = [[2 * task, 2 * task + 1] for task in range(5)]
 
 
-def check(name, worked, features, head_of):
+def arrays(loaders):
+    """All images of the tasks' loaders, in order, and their labels, without those of a buffer."""
+    images, labels = [], []
+    for classes, loader in zip(TASKS, loaders, strict=True):
+        for number in range(len(loader.dataset)):
+            row = loader.dataset[number]
+            if row["label"] in classes:
+                images.append(row["image"])
+                labels.append(row["label"])
+    return torch.stack(images), np.array(labels)
+
+
+def check(name, run, features, layer_of):
     """Compares with what LibContinual's own evaluation counts; returns images and labels."""
-    again, model = fitted_again(name, worked, features, head_of), worked.model
-    parts = [arrays(each) for each in worked.test_loader.get_loader(4)]
-    images, labels = torch.cat([each for each, _ in parts]), np.concatenate([y for _, y in parts])
-    expected = again.class_scores(features(model.eval(), images), features(model.before[0], images))
+    model = run.model
+    train = arrays([run.train_loader.get_loader(task) for task in range(5)])
+    refitted = Refitted(name, model.networks, *train, TASKS, features, layer_of)
+    images, labels = arrays(run.test_loader.get_loader(4))
     with torch.no_grad():
-        found = model._calibrated[0].eval()(images).numpy()
-    np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
-    right = found.argmax(axis=1) == labels
-    assert worked._validate(4)["avg_acc"] == pytest.approx(100 * right.mean(), abs=0.5)
+        scores = model._calibrated[0].eval()(images).numpy()
+    refitted.assert_scores(scores, images)
+    right = scores.argmax(axis=1) == labels
+    assert run._validate(4)["avg_acc"] == pytest.approx(100 * right.mean(), abs=0.5)
     model._calibrated = []
-    raw = worked._validate(4)["avg_acc"]
+    raw = run._validate(4)["avg_acc"]
     print({"raw": raw / 100, name: right.mean().item()})
-    return images, 100 * right.mean(), raw
+    assert 100 * right.mean() > raw + 20 * (name == "gaussians")
+    return images
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_finetune_with_a_buffer(trainer, name):
-    found, train = trainer
+def test_finetune_with_a_buffer_scores_as_refitted(trainer, name):
+    defined, train = trainer
 
-    class Named(found["Finetune"]):
+    class Named(defined["Finetune"]):
         CALIBRATOR = name
 
     settings = {"num_class": 10, "feat_dim": 48}
-    worked = train(
+    run = train(
         Named,
         classifier={"name": "Watched", "kwargs": settings},
         backbone={"name": "Body", "kwargs": {}},
@@ -144,33 +138,34 @@ def test_finetune_with_a_buffer(trainer, name):
         with torch.no_grad():
             return model.backbone(images)["features"].numpy()
 
-    def head_of(model, task, classes):
-        last = model.classifier
-        return heads.LinearHead(*(each.detach().numpy()[classes] for each in last.parameters()))
+    def layer_of(model, classes):
+        return model.classifier, classes
 
     # What was copied after three tasks goes on with equal scores.
-    model = worked.model
-    read = copy.deepcopy(model.after[2])
-    stored = pickle.dumps(read._calibrated[0].calibrator)
-    read._calibrated[0].calibrator = pickle.loads(stored)
+    model = run.model
+    read = copy.deepcopy(model.networks[3])
+    calibrator = read._calibrated[0].calibrator
+    read._calibrated[0].calibrator = pickle.loads(pickle.dumps(calibrator))
     for task in (3, 4):
-        loaders = worked.train_loader.get_loader(task), worked.test_loader.get_loader(task)
-        own = copy.copy(loaders[0].dataset)
-        rows = [n for n, label in enumerate(own.labels) if label // 2 == task]
-        own.images, own.labels = ([each[n] for n in rows] for each in (own.images, own.labels))
-        loader = torch.utils.data.DataLoader(own, 32)
-        read.before_task(task, worked.buffer, loader, loaders[1])
-        read.load_state_dict(model.after[task].state_dict())
-        read.after_task(task, worked.buffer, loader, loaders[1])
+        train_loader, test_loader = (
+            loaders.get_loader(task) for loaders in (run.train_loader, run.test_loader)
+        )
+        dataset = copy.copy(train_loader.dataset)
+        rows = [row for row, label in enumerate(dataset.labels) if label in TASKS[task]]
+        dataset.images = [dataset.images[row] for row in rows]
+        dataset.labels = [dataset.labels[row] for row in rows]
+        loader = torch.utils.data.DataLoader(dataset, 32)
+        read.before_task(task, run.buffer, loader, test_loader)
+        read.load_state_dict(model.networks[task + 1].state_dict())
+        read.after_task(task, run.buffer, loader, test_loader)
     expected = model._calibrated[0].eval()
-    images, calibrated, raw = check(name, worked, features, head_of)
+    images = check(name, run, features, layer_of)
     assert torch.equal(read._calibrated[0].eval()(images), expected(images))
-    assert calibrated > raw + 20 * (name == "gaussians")
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_inflora(trainer, monkeypatch, name):
-    found, train = trainer
+def test_inflora_scores_as_refitted(trainer, monkeypatch, name):
+    defined, train = trainer
     import core.model as methods
     from core.model.backbone.transformer import VisionTransformer
 
@@ -181,7 +176,7 @@ def test_inflora(trainer, monkeypatch, name):
             torch.nn.Module.__init__(self)
             self.feat, self.prompt, self.prompt_flag = VisionTransformer(**size), None, ""
 
-    class Named(found["InfLoRA_OPT"]):
+    class Named(defined["InfLoRA_OPT"]):
         CALIBRATOR = name
 
     monkeypatch.setattr(methods, "Small", Small, raising=False)
@@ -189,7 +184,7 @@ def test_inflora(trainer, monkeypatch, name):
     lora = {"attn_layer": "MultiHeadAttention_LoRA", "lora_rank": 4}
     tasks = {"init_cls_num": 2, "inc_cls_num": 2, "task_num": 5, "dataset": "digits"}
     settings = {"use_ca": False, "lame": 1.0, "lamb": 0.95, "embd_dim": 64}
-    worked = train(
+    run = train(
         Named,
         classifier={"name": "Watched", "kwargs": tasks | settings},
         backbone={"name": "Small", "kwargs": size | lora},
@@ -201,9 +196,7 @@ def test_inflora(trainer, monkeypatch, name):
         with torch.no_grad():
             return model._network.backbone(images).numpy()
 
-    def head_of(model, task, classes):
-        own = model._network.classifier_pool[task].parameters()
-        return heads.LinearHead(*(each.detach().numpy() for each in own))
+    def layer_of(model, classes):
+        return model._network.classifier_pool[classes[0] // 2], slice(None)
 
-    _, calibrated, raw = check(name, worked, features, head_of)
-    assert calibrated > raw + 20 * (name == "gaussians")
+    check(name, run, features, layer_of)

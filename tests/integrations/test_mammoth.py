@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, heads
+from tests.integrations.conftest import Refitted, surpasses
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,7 +57,7 @@ def test_statistics_are_of_images_in_the_preprocessing_of_the_test():
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_model(checkout, digits, tmp_path, monkeypatch, name):
+def test_model_and_its_copies_score_as_refitted(checkout, digits, tmp_path, monkeypatch, name):
     model_type = checkout("MAMMOTH", "Mammoth")["SgdFDC"]
     write_digits(tmp_path, digits)
     options = "--model=sgd --dataset=seq-mnist --lr=0.05 --n_epochs=4 --batch_size=32 --seed=1"
@@ -68,64 +68,62 @@ def test_model(checkout, digits, tmp_path, monkeypatch, name):
     import main
 
     plain, dataset, args = main.initialize()
-    networks, seen, others = [], [], []
+    networks, parts, copies = [], [], []
 
     def made():
-        return Watched(
-            copy.deepcopy(plain.net), plain.loss, args, dataset.get_transform(), dataset
-        ).to(plain.device)
+        network = copy.deepcopy(plain.net)
+        model = Watched(network, plain.loss, args, dataset.get_transform(), dataset)
+        return model.to(plain.device)
 
     class Watched(model_type):
         CALIBRATOR = name
 
         def begin_task(self, dataset):
-            networks.append(copy.deepcopy(self.net).eval())
+            if not networks:
+                networks.append(copy.deepcopy(self.net).eval())
             super().begin_task(dataset)
-            for each in others:
-                each._current_task = self.current_task
-                model_type.begin_task(each, dataset)
+            for model in copies:
+                model._current_task = self.current_task
+                model_type.begin_task(model, dataset)
 
         def end_task(self, dataset):
             images = dataset.train_loader.dataset
-            seen.append((images.data.clone(), np.array(images.targets)))
+            parts.append((images.data.clone(), np.array(images.targets)))
             super().end_task(dataset)
-            for each in others:
-                each.net.load_state_dict(self.net.state_dict())
-                model_type.end_task(each, dataset)
+            networks.append(copy.deepcopy(self.net).eval())
+            for model in copies:
+                model.net.load_state_dict(self.net.state_dict())
+                model_type.end_task(model, dataset)
             if self.current_task == 2:  # What a checkpoint or copy has after three tasks goes on.
                 torch.save(self.state_dict(), tmp_path / "third.pt")
-                others.extend([made(), copy.deepcopy(self)])
+                copies.extend([made(), copy.deepcopy(self)])
                 stored = torch.load(tmp_path / "third.pt", weights_only=True)
-                others[0].load_state_dict(stored)
+                copies[0].load_state_dict(stored)
 
     model = made()
     train(model, dataset, args)
-    networks.append(copy.deepcopy(model.net).eval())
 
     def features(network, images):
         with torch.no_grad():
             return network(images.float()[:, None] / 255, returnt="features").numpy()
 
-    again = calibration.make(name)
-    for task, (images, labels) in enumerate(seen):
-        classes, last = np.array([2 * task, 2 * task + 1]), networks[task + 1].classifier
-        rows = (each.detach().numpy()[classes] for each in (last.weight, last.bias))
-        adapted, frozen = (features(each, images) for each in (networks[task + 1], networks[0]))
-        before = features(networks[task], images)
-        again.fit_task(adapted, labels, heads.LinearHead(*rows), frozen, classes, before)
-    again.finalize()
-    images = torch.cat([each.dataset.data for each in dataset.test_loaders])
-    labels = np.concatenate([each.dataset.targets for each in dataset.test_loaders])
-    expected = again.class_scores(*(features(networks[i], images) for i in (-1, 0)))
-    model.net.eval()
+    def layer_of(network, classes):
+        return network.classifier, classes
+
+    images = torch.cat([part for part, _ in parts])
+    labels = np.concatenate([y for _, y in parts])
+    tasks = [[2 * task, 2 * task + 1] for task in range(5)]
+    refitted = Refitted(name, networks, images, labels, tasks, features, layer_of)
+    images = torch.cat([loader.dataset.data for loader in dataset.test_loaders])
+    labels = np.concatenate([loader.dataset.targets for loader in dataset.test_loaders])
+    pixels = images.float()[:, None] / 255
     with torch.no_grad():
-        found = model(images.float()[:, None] / 255).numpy()
-        raw = model.net(images.float()[:, None] / 255).numpy().argmax(axis=1)
-        for each in others:
-            each.net.eval()
-            assert torch.equal(each(images.float()[:, None] / 255), torch.from_numpy(found))
-    np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
-    right, before = found.argmax(axis=1) == labels, raw == labels
-    print({"raw": before.mean().item(), name: right.mean().item()})
-    # More than three standard errors of a paired difference.
-    assert np.sum(right) - np.sum(before) > 3 * np.sqrt(np.sum(right != before))
+        raw = model.net.eval()(pixels).argmax(dim=1).numpy() == labels
+        scores = model(pixels)
+        for other in copies:
+            other.net.eval()
+            assert torch.equal(other(pixels), scores)
+    refitted.assert_scores(scores.numpy(), images)
+    right = scores.argmax(dim=1).numpy() == labels
+    print({"raw": raw.mean().item(), name: right.mean().item()})
+    assert surpasses(right, raw)

@@ -5,9 +5,11 @@ import pickle
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
-from fdc_jax import calibration, heads
+from fdc_jax import calibration
 from fdc_jax.features import feature_files
+from tests.integrations.conftest import Refitted, surpasses
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,18 +32,18 @@ def data_manager(digits):
         train_trsf, test_trsf, common_trsf = [], [], [transforms.ToTensor()]
 
         def download_data(self):
-            images = [(each * 255).astype(np.uint8).reshape(-1, 8, 8) for each in digits[:2]]
-            self.train_data, self.test_data = images
+            splits = [(images * 255).astype(np.uint8).reshape(-1, 8, 8) for images in digits[:2]]
+            self.train_data, self.test_data = splits
             self.train_targets, self.test_targets = digits[2:]
 
     data_manager._get_idata = lambda *_: Digits()
-    found = data_manager.DataManager("digits", True, 1, 2, 2, ARGS)
-    ARGS.update(nb_classes=found.nb_classes, nb_tasks=found.nb_tasks)
-    return found
+    manager = data_manager.DataManager("digits", True, 1, 2, 2, ARGS)
+    ARGS.update(nb_classes=manager.nb_classes, nb_tasks=manager.nb_tasks)
+    return manager
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_learner_and_dump(checkout, digits, tmp_path, name):
+def test_learner_and_dump_score_as_refitted(checkout, digits, tmp_path, name):
     pytest.importorskip("timm.layers.weight_init", reason="needs timm, as PILOT does")
     learner_type = checkout("PILOT", "PILOT")["Learner"]
     from fdc_pilot import dump
@@ -50,71 +52,63 @@ def test_learner_and_dump(checkout, digits, tmp_path, name):
 
     def backbone(args, pretrained=False):
         torch.manual_seed(0)
-        body = [torch.nn.Flatten(), torch.nn.Linear(64, 48), torch.nn.ReLU()]
-        found = torch.nn.Sequential(*body)
-        found.out_dim = 48
-        return found
+        layers = [torch.nn.Flatten(), torch.nn.Linear(64, 48), torch.nn.ReLU()]
+        network = torch.nn.Sequential(*layers)
+        network.out_dim = 48
+        return network
 
     inc_net.get_backbone, finetune.num_workers = backbone, 0
     manager = data_manager(digits)
     learner = learner_type(ARGS | {"calibrator": name})
     learner.topk = 2
-    networks = [copy.deepcopy(learner._network)]
-    others = []
+    networks, learners = [copy.deepcopy(learner._network)], [learner]
     for task in range(5):
         if task == 3:  # What was copied, or pickled, after three tasks goes on.
             learner.data_manager = None  # A class of this test, which no other process knows.
-            others = [copy.deepcopy(learner)]
-            others[0].calibrator = pickle.loads(pickle.dumps(learner.calibrator))
-        for other in [learner, *others]:
+            learners.append(copy.deepcopy(learner))
+            learners[1].calibrator = pickle.loads(pickle.dumps(learner.calibrator))
+        for other in learners:
             torch.manual_seed(task)
             other.incremental_train(manager)
-        found = learner.eval_task()[0]["top1"]
-        learner.save_checkpoint(str(tmp_path / "own"))
-        for other in [learner, *others]:
+        accuracy = learner.eval_task()[0]["top1"]
+        learner.save_checkpoint(str(tmp_path / "run"))
+        for other in learners:
             other.after_task()
         networks.append(copy.deepcopy(learner._network))
 
-    def features(network, first, end, source="train"):
+    def arrays(source):
         images, labels, _ = manager.get_dataset(
-            np.arange(first, end), source=source, mode="test", ret_data=True
+            np.arange(10), source=source, mode="test", ret_data=True
         )
+        return images, labels
+
+    def features(network, images):
         with torch.no_grad():
-            return network.backbone(torch.tensor(images / 255).float()).numpy(), labels
+            return network.backbone(torch.tensor(images / 255).float()).numpy()
 
-    again, final = calibration.make(name), networks[-1].fc
-    for task in range(5):
-        first, end = 2 * task, 2 * task + 2
-        adapted, labels = features(networks[task + 1], first, end)
-        frozen = features(networks[0], first, end)[0]
-        before = features(networks[task], first, end)[0]
-        rows = (each.detach().numpy()[first:end] for each in (final.weight, final.bias))
-        again.fit_task(adapted, labels, heads.LinearHead(*rows), frozen, previous=before)
-    again.finalize()
-    (test, labels), start = features(networks[-1], 0, 10, "test"), features(
-        networks[0], 0, 10, "test"
-    )[0]  # fmt: skip
-    expected = again.class_scores(test, start)
-    scale = abs(expected).max()
-    np.testing.assert_allclose(
-        learner.calibrator.class_scores(test, start), expected, atol=1e-3 * scale
-    )
-    assert found == pytest.approx(100 * np.mean(again.score(test, start).label == labels), abs=0.3)
+    def layer_of(network, classes):
+        return networks[-1].fc, classes
 
-    scores = learner.calibrator.class_scores(test, start)
-    np.testing.assert_array_equal(others[0].calibrator.class_scores(test, start), scores)
-    stored = calibration.load(tmp_path / "own_4.npz")
-    np.testing.assert_array_equal(stored.class_scores(test, start), scores)
+    tasks = [[2 * task, 2 * task + 1] for task in range(5)]
+    refitted = Refitted(name, networks, *arrays("train"), tasks, features, layer_of)
+    images, labels = arrays("test")
+    views = refitted.views(images)
+    scores = learner.calibrator.class_scores(*views)
+    refitted.assert_scores(scores, images)
+    right = refitted.calibrator.score(*views).label == labels
+    assert accuracy == pytest.approx(100 * np.mean(right), abs=0.3)
+    for read in (learners[1].calibrator, calibration.load(tmp_path / "run_4.npz")):
+        assert_array_equal(read.class_scores(*views), scores)
 
-    logits = networks[-1].fc(torch.tensor(test))["logits"].detach().numpy()
-    raw = np.mean(logits.argmax(axis=1) == labels).item()
-    print({"raw": raw, name: float(found / 100)})
+    logits = networks[-1].fc(torch.tensor(views[0]))["logits"].detach().numpy()
+    raw = logits.argmax(axis=1) == labels
+    print({"raw": raw.mean().item(), name: float(accuracy / 100)})
     if name == "gaussians":
-        assert found / 100 > raw + 0.2
+        assert surpasses(right, raw)
 
     fresh = finetune.Learner(ARGS)
-    dump(str(tmp_path / "file"), fresh, manager, [tmp_path / f"own_{t}.pkl" for t in range(5)])
+    dump(str(tmp_path / "file"), fresh, manager, [tmp_path / f"run_{t}.pkl" for t in range(5)])
     file = feature_files.load(str(tmp_path / "file"))
     fitted = file.fit(calibration.make(name))
-    scored = fitted.score(file.test_adapted, file.test_pretrained).label
-    assert 100 * np.mean(scored == file.test_labels) == pytest.approx(found, abs=0.3)
+    right = fitted.score(file.test_adapted, file.test_pretrained).label == file.test_labels
+    assert 100 * np.mean(right) == pytest.approx(accuracy, abs=0.3)

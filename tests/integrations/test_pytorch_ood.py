@@ -5,8 +5,10 @@ import pickle
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from fdc_jax import calibration, heads
+from tests.integrations.conftest import run_program
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 ood = pytest.importorskip("pytorch_ood", reason="needs pytorch-ood", exc_type=ImportError)
@@ -14,17 +16,18 @@ ood = pytest.importorskip("pytorch_ood", reason="needs pytorch-ood", exc_type=Im
 from pytorch_ood.metrics import OODMetrics  # noqa: E402
 
 
-def test_outlier_scores(digits):
+def test_outlier_scores_equal_the_negative_task_scores(digits):
     from fdc_pytorch_ood import FDCDetector
 
-    train, test, train_labels, test_labels = digits
+    train, test, train_labels, test_labels = map(torch.tensor, digits)
     known = train_labels < 6
     torch.manual_seed(0)
     body = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU())
     head = torch.nn.Linear(32, 6)
     model = torch.nn.Sequential(body, head)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    images, labels = torch.tensor(train[known]), torch.tensor(train_labels[known])
+    images = train[known]
+    labels = train_labels[known]
     for _ in range(60):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(images), labels).backward()
@@ -35,27 +38,26 @@ def test_outlier_scores(digits):
         detector.predict(images)
     batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 50)
     assert detector.to("cpu").fit(batches) is detector
-    unknown = torch.tensor(np.where(test_labels < 6, test_labels, -1))
-    scores = detector(torch.tensor(test))
+    scores = detector(test)
     metrics = OODMetrics()
-    metrics.update(scores, unknown)
+    metrics.update(scores, test_labels.where(test_labels < 6, -1))
     assert metrics.compute()["AUROC"] > 0.85
 
     with torch.no_grad():
-        z, z_test = body(images), body(torch.tensor(test))
+        z = body(images)
+        z_test = body(test)
     torch.testing.assert_close(detector.predict_features(z_test), scores)
     calibrator = calibration.FDC()
     for task in tasks:
-        rows = np.isin(labels, task)
-        weight, bias = (each.detach().numpy()[task] for each in (head.weight, head.bias))
-        linear = heads.LinearHead(weight, bias)
-        calibrator.fit_task(z.numpy()[rows], labels.numpy()[rows], linear, classes=np.array(task))
+        rows = torch.isin(labels, torch.tensor(task))
+        linear = heads.LinearHead(head.weight[task], head.bias[task])
+        calibrator.fit_task(z[rows].numpy(), labels[rows].numpy(), linear, classes=np.array(task))
     calibrator.finalize()
     expected = -calibrator.score(z_test.numpy()).task_scores.max(axis=1)
-    np.testing.assert_allclose(scores, expected, atol=1e-5 * abs(expected).max())
-    # Features of inputs that are unknown while fitting are left out.
-    extra = torch.cat([z, 5 + z[:9]]), torch.cat([labels, torch.full((9,), -1)])
-    again = FDCDetector(None, head, tasks).fit_features(*extra)
+    assert_allclose(scores, expected, atol=1e-5 * abs(expected).max())
+    # Features of inputs that are unknown while fitting have no effect.
+    extra_labels = torch.cat([labels, torch.full((9,), -1)])
+    again = FDCDetector(None, head, tasks).fit_features(torch.cat([z, 5 + z[:9]]), extra_labels)
     torch.testing.assert_close(again.predict_features(z_test), scores)
     with pytest.raises(ood.api.ModelNotSetException):
         again.predict(images)
@@ -65,36 +67,40 @@ def test_outlier_scores(digits):
 def test_copies_and_pickles_score_equally(digits, name):
     from fdc_pytorch_ood import FDCDetector
 
-    images, labels = torch.tensor(digits[0]), torch.tensor(digits[2])
+    images = torch.tensor(digits[0])
+    labels = torch.tensor(digits[2])
     torch.manual_seed(0)
-    encoder, head = torch.nn.Linear(64, 32), torch.nn.Linear(32, 10)
+    encoder = torch.nn.Linear(64, 32)
+    head = torch.nn.Linear(32, 10)
     tasks = [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 100)
     detector = FDCDetector(encoder, head, tasks, name).fit(batches)
+    scores = detector(images)
     for read in (copy.deepcopy(detector), pickle.loads(pickle.dumps(detector))):
-        assert torch.equal(read(images), detector(images))
-        assert torch.equal(read.fit(batches)(images), detector(images))
+        assert torch.equal(read(images), scores)
+        assert torch.equal(read.fit(batches)(images), scores)
     if name == "gaussians":  # All tasks in one, since the encoder does not move.
-        whole = FDCDetector(encoder, head, calibrator=name).fit(batches)
-        torch.testing.assert_close(whole(images), detector(images), rtol=1e-3, atol=0)
+        together = FDCDetector(encoder, head, calibrator=name).fit(batches)
+        torch.testing.assert_close(together(images), scores, rtol=1e-3, atol=0)
 
 
 def test_one_task_by_default(digits):
     from fdc_pytorch_ood import FDCDetector
 
-    images, labels = torch.tensor(digits[0]), torch.tensor(digits[2])
+    images = torch.tensor(digits[0])
+    labels = torch.tensor(digits[2])
     head = torch.nn.Linear(64, 10, bias=False)
     detector = FDCDetector(torch.nn.Identity(), head).fit_features(images, labels)
     scores = detector(torch.cat([images, torch.rand(200, 64)]))
     assert scores[:-200].median() < scores[-200:].median()
 
 
-def test_program_of_the_page(program, capsys):
-    found = program("pytorch-ood")
-    unknown = found["labels"][found["test"]] >= 6
-    for name, outlier in found["outlier"].items():
+def test_program_of_the_page(capsys):
+    defined = run_program("pytorch-ood")
+    unknown = defined["labels"][defined["test"]] >= 6
+    for name, outlier in defined["outlier"].items():
         pairs = outlier[unknown][:, None] - outlier[~unknown]
         auroc = ((pairs > 0).float() + (pairs == 0).float() / 2).mean()
-        assert found["found"][name] == pytest.approx(float(auroc), abs=1e-4)
+        assert defined["found"][name] == pytest.approx(float(auroc), abs=1e-4)
         assert auroc > 0.85
-    assert str(found["found"]) in capsys.readouterr().out
+    assert str(defined["found"]) in capsys.readouterr().out

@@ -10,7 +10,7 @@ from fdc_jax.machine import devices
 
 
 @pytest.mark.parametrize(
-    ("platform", "capability", "expected"),
+    "platform, capability, expected",
     [
         ("gpu", "9.0", True),
         ("gpu", "12.0", True),

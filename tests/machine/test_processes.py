@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 from fdc_jax.machine import devices, processes
 from tests import small_runs
+from tests.errors import input_error
 
 
 @pytest.mark.parametrize("where", ["host", "host:1", "host,0/2", "host:1,2/2", "host:1,a/2"])
 def test_wrong_process_numbers_are_refused(where, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
-    with pytest.raises(InputError, match=f"expected HOST:PORT,0/2 or auto, found {where}$"):
+    with input_error(f"expected HOST:PORT,0/2 or auto, found {where}$"):
         processes.start(where)
 
 
@@ -34,7 +34,7 @@ def listener():
 def test_a_port_in_use_is_refused_before_jax_gets_it(listener, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
     port = listener.getsockname()[1]
-    with pytest.raises(InputError, match=f"^--distributed=.*: port {port} is in use, perhaps by"):
+    with input_error(f"^--distributed=.*: port {port} is in use, perhaps by"):
         processes.start(f"127.0.0.1:{port},0/2")
 
 
@@ -51,10 +51,10 @@ sys.exit(run())
 
 def start_joining(seconds, port, number, tmp_path):
     join = f"--distributed=127.0.0.1:{port},{number}/2"
-    command = [sys.executable, "-c", JOINS, seconds, "--config=digits", join]
+    command = [sys.executable, "-c", JOINS, str(seconds), "--config=digits", join]
     environment = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
     pipes = dict(stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([*map(str, command)], cwd=tmp_path, env=environment, **pipes)
+    return subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def free_port(listener):
     return port
 
 
-@pytest.mark.parametrize(("number", "others"), [(0, "1 other process, "), (1, "process 0 at 12")])
+@pytest.mark.parametrize("number, others", [(0, "1 other process, "), (1, "process 0 at 12")])
 def test_processes_that_do_not_join_are_named(number, others, free_port, tmp_path):
     process = start_joining(1, free_port, number, tmp_path)
     _, errors = process.communicate()
@@ -89,18 +89,18 @@ def test_missing_cluster_of_jax_is_one_line(monkeypatch):
         raise ValueError("coordinator_address should be defined.\nSee the manual.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    with pytest.raises(InputError) as caught:
+    with input_error("--distributed=auto: JAX found no job"):
         processes.start("auto")
-    assert "--distributed=auto: JAX found no job" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_agreement_is_asked_for_every_few_calls_and_stays():
-    agreement, every = processes.Agreement(), processes.AGREE_EVERY
-    assert [agreement(0) for _ in range(every)] == [0] * every
-    assert [agreement(15), agreement(0)] == [15, 15]
+    early = processes.Agreement()
     late = processes.Agreement()
-    assert [late(0), *(late(15) for _ in range(every))] == [0] * every + [15]
+    count = processes.AGREE_EVERY
+    assert not any(early(0) for _ in range(count))
+    assert (early(15), early(0)) == (15, 15)
+    assert not late(0) and not any(late(15) for _ in range(count - 1))
+    assert late(15) == 15
 
 
 def test_replicate_keeps_numpy_arrays_on_the_host():

@@ -23,8 +23,9 @@ def images(side: int = SIDE) -> np.ndarray:
 def increment() -> dict[str, dict[str, np.ndarray]]:
     """Returns factors for the key and value kernels of all blocks."""
     rng = np.random.default_rng(5)
-    shapes = {"A": (DEPTH, WIDTH, RANK), "B": (DEPTH, RANK, WIDTH)}
-    return {
-        part: {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-        for part in ("key", "value")
-    }
+    factors = {}
+    for part in ("key", "value"):
+        a = rng.normal(0, 0.3, (DEPTH, WIDTH, RANK)).astype(np.float32)
+        b = rng.normal(0, 0.3, (DEPTH, RANK, WIDTH)).astype(np.float32)
+        factors[part] = {"A": a, "B": b}
+    return factors

@@ -8,11 +8,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from flax import traverse_util
 from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
-from fdc_jax.errors import InputError
 from fdc_jax.model import increments, layouts, vit, weights
+from tests.errors import input_error
 from tests.model import encoders
 from tests.model.encoders import DEPTH, FOLDER, HIDDEN, PATCH, SIDE, WIDTH
 
@@ -95,26 +96,24 @@ def encode(variant, params, added=NO_INCREMENT):
 
 
 # Other files of their layout hold the same keys.
-SLOW = ("timm_dinov2_gated", "timm_gap", "hf_mae", "hf_dinov3_gated")
+SLOW = dict.fromkeys(
+    ("timm_dinov2_gated", "timm_gap", "hf_mae", "hf_dinov3_gated"), pytest.mark.slow
+)
 # Files whose features differ from others of their layout in one part.
 CI = ("timm_deit", "timm_dinov2_registers", "timm_positions", "timm_dinov3_gated", "hf_deit")
 CI += ("hf_dinov2_gated", "hf_dinov2_registers")
+MARKS = SLOW | dict.fromkeys(CI, pytest.mark.ci)
 
 
-def marked(family):
-    if family in SLOW:
-        return pytest.param(family, marks=pytest.mark.slow)
-    return pytest.param(family, marks=pytest.mark.ci) if family in CI else family
-
-
-@pytest.mark.parametrize("family", [marked(family) for family in EXPECTED])
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=MARKS.get(family, ())) for family in EXPECTED]
+)
 def test_features_equal_the_library(family):
-    added = encoders.increment()
-    for name, factors in ((family, NO_INCREMENT), (f"{family} with an increment", added)):
-        actual = encode(*encoder(family), factors)
-        assert_allclose(actual, golden()[name], rtol=0, atol=2e-5, err_msg=name)
-    moved = np.abs(golden()[name] - golden()[family]).max()
-    assert moved > 0.3
+    name = f"{family} with an increment"
+    actual = encode(*encoder(family), encoders.increment())
+    assert_allclose(encode(*encoder(family)), golden()[family], rtol=0, atol=2e-5)
+    assert_allclose(actual, golden()[name], rtol=0, atol=2e-5)
+    assert np.abs(golden()[name] - golden()[family]).max() > 0.3
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -128,12 +127,9 @@ def test_layout_of_a_file_is_recognised(family):
 
 
 def test_skipped_arrays_are_named_in_groups():
-    actual = {name: layouts.skipped(load_file(weights_of(name))) for name in ("hf_clip", "hf_mae")}
-    projections = ("text_projection.weight", "visual_projection.weight")
-    assert actual == {
-        "hf_clip": ("logit_scale", "text_model.*", *projections),
-        "hf_mae": ("decoder.*",),
-    }
+    names = ("logit_scale", "text_model.*", "text_projection.weight", "visual_projection.weight")
+    assert layouts.skipped(load_file(weights_of("hf_clip"))) == names
+    assert layouts.skipped(load_file(weights_of("hf_mae"))) == ("decoder.*",)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +156,7 @@ def test_encoder_in_timms_layout_gives_equal_features(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["timm_dinov3", "timm_siglip", "timm_deit", "timm_gap"])
 def test_encoder_with_another_final_layer_is_not_written(family):
-    with pytest.raises(InputError, match="expected a plain Vision Transformer"):
+    with input_error("expected a plain Vision Transformer"):
         layouts.as_timm({}, encoder(family)[0], {}, SIDE)
 
 
@@ -173,18 +169,17 @@ def plain_timm(width, depth=1):
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
-def smallest(width, names, positions):
+def smallest(width, names, positions=True):
     """Returns the shapes by which an encoder is recognised, without memory, under five names."""
     shapes = [(1, 1, width), (width, 3, 16, 16), (4 * width, width), (width, 4 * width)]
-    shapes += [(1, 17, width)] if positions else []
-    return {
-        name: np.broadcast_to(np.float32(0), shape)
-        for name, shape in zip(names, shapes, strict=False)
-    }
+    if positions:
+        shapes.append((1, 17, width))
+    zero = np.float32(0)
+    return {name: np.broadcast_to(zero, shape) for name, shape in zip(names, shapes, strict=False)}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "width", "heads"),
+    "architecture, width, heads",
     [
         ("vit_so400m_patch14_siglip_224", 1152, 16),
         ("vit_huge_patch14_224", 1280, 16),
@@ -207,63 +202,64 @@ def test_heads_follow_from_timms_architecture(tmp_path, architecture, width, hea
 
 
 @pytest.mark.parametrize(
-    ("model_type", "heads", "activation", "epsilon"),
+    "model_type, activation, epsilon",
     [
-        ("vit", 12, "gelu", 1e-12),
-        ("dinov2", 12, "gelu", 1e-6),
-        ("clip_vision_model", 12, "quick_gelu", 1e-5),
-        ("siglip_vision_model", 12, "gelu_tanh", 1e-6),
+        ("vit", "gelu", 1e-12),
+        ("dinov2", "gelu", 1e-6),
+        ("clip_vision_model", "quick_gelu", 1e-5),
+        ("siglip_vision_model", "gelu_tanh", 1e-6),
     ],
 )
-def test_omitted_fields_have_the_defaults_of_the_library(
-    tmp_path, model_type, heads, activation, epsilon
-):
+def test_omitted_fields_have_the_defaults_of_the_library(tmp_path, model_type, activation, epsilon):
     """Defaults of transformers 5.23."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     names = ("embeddings.cls_token", "embeddings.patch_embeddings.projection.weight")
     names += ("encoder.layer.0.mlp.fc1.weight", "encoder.layer.0.mlp.fc2.weight")
-    arrays = smallest(24, (*names, "embeddings.position_embeddings"), positions=True)
+    arrays = smallest(24, (*names, "embeddings.position_embeddings"))
     _, variant = layouts.describe(arrays, tmp_path / "model.safetensors")
-    assert (variant.heads, variant.activation, variant.epsilon) == (heads, activation, epsilon)
+    assert (variant.heads, variant.activation, variant.epsilon) == (12, activation, epsilon)
 
 
 def test_number_of_heads_is_required_without_configuration(tmp_path):
     """Arrays of a plain encoder are also those of one with rotary positions, or other heads."""
     path = tmp_path / "plain.safetensors"
-    save_file(plain_timm(192), path)
-    with pytest.raises(InputError, match=r"its number of heads as encoder.heads; found none$"):
+    arrays = plain_timm(192)
+    save_file(arrays, path)
+    with input_error(r"its number of heads as encoder.heads; found none$"):
         recognise(path)
     unknown = {"image_size": 32, "mean": None, "std": None}
     for heads in (3, 2):
         expected = ("timm 192x1/16", vit.Variant(192, 1, heads, **unknown))
         assert recognise(path, heads) == expected
-    with pytest.raises(InputError, match="5 heads do not divide its width 192"):
+    with input_error("5 heads do not divide its width 192"):
         recognise(path, 5)
-    gated = {name.replace("fc1", "fc1_g"): array for name, array in plain_timm(192).items()}
-    save_file(plain_timm(192) | gated, path)
-    with pytest.raises(InputError, match=r"expected timm's config.json beside it; found none"):
+    gated = {name.replace("fc1", "fc1_g"): array for name, array in arrays.items()}
+    save_file(arrays | gated, path)
+    with input_error(r"expected timm's config.json beside it; found none"):
         recognise(path, 3)
     save_file(plain_timm(192, depth=12), path)
     name, variant = recognise(path, 3)
     assert name == "Ti/16" and variant == dataclasses.replace(vit.VARIANTS["Ti/16"], **unknown)
-    with pytest.raises(InputError, match=r"data\.input_range: model expects .*mean and deviation"):
+    with input_error(r"data\.input_range: model expects .*mean and deviation"):
         vit.build(variant, 32, "model")
 
 
 def test_pretraining_side_may_not_be_a_multiple_of_the_patch():
     """What is left over goes, as in the libraries' convolutions."""
-    variant = dataclasses.replace(recognise(weights_of("hf_siglip"))[1], image_size=SIDE + 2)
+    variant, params = encoder("hf_siglip")
+    variant = dataclasses.replace(variant, image_size=SIDE + 2)
     model = vit.build(variant, SIDE + 2, "model")
     images = np.pad(encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0)))
-    actual = jax.jit(model.apply)({"params": encoder("hf_siglip")[1]}, images)
-    assert_allclose(actual, golden()["hf_siglip"], atol=2e-5)
-    with pytest.raises(InputError, match=f"multiple of the patch size {PATCH}, found {SIDE + 1}"):
+    assert_allclose(
+        jax.jit(model.apply)({"params": params}, images), golden()["hf_siglip"], atol=2e-5
+    )
+    with input_error(f"multiple of the patch size {PATCH}, found {SIDE + 1}"):
         vit.build(variant, SIDE + 1)
 
 
 def test_positions_of_patches_are_resized_and_others_stay():
-    path, (variant, _) = weights_of("timm_deit"), encoder("timm_deit")
-    loaded = weights.load(path, variant, 2 * SIDE)
+    path = weights_of("timm_deit")
+    loaded = weights.load(path, encoder("timm_deit")[0], 2 * SIDE)
     positions = loaded.params["Transformer"]["posembed_input"]["pos_embedding"]
     assert loaded.resized_positions and positions.shape == (1, 2 + (2 * SIDE // PATCH) ** 2, WIDTH)
     assert_array_equal(positions[:, :2], load_file(path)["pos_embed"][:, :2])
@@ -273,7 +269,8 @@ def changed(tmp_path, family, arrays=(), config=()):
     """Copies a family; None removes an array or a field, `config=None` the configuration."""
     folder = tmp_path / family
     shutil.copytree(FOLDER / family, folder)
-    path, config_file = folder / "model.safetensors", folder / "config.json"
+    path = folder / "model.safetensors"
+    config_file = folder / "config.json"
     kept = {name: a for name, a in (load_file(path) | dict(arrays)).items() if a is not None}
     save_file(kept, path)
     fields = json.loads(config_file.read_text())
@@ -291,7 +288,7 @@ WITHOUT_POOLING = {name: None for name in load_file(weights_of("hf_siglip")) if 
 
 
 @pytest.mark.parametrize(
-    ("family", "arrays", "config", "message"),
+    "family, arrays, config, message",
     [
         (
             "hf_vit",
@@ -318,23 +315,21 @@ WITHOUT_POOLING = {name: None for name in load_file(weights_of("hf_siglip")) if 
 )
 def test_unsupported_encoders_are_refused(tmp_path, family, arrays, config, message):
     path = changed(tmp_path, family, arrays, config)
-    with pytest.raises(InputError, match=rf"^{tmp_path}/.*{message}"):
+    with input_error(rf"^{tmp_path}/.*{message}"):
         recognise(path)
 
 
 def test_arrays_of_other_shapes_are_refused(tmp_path):
     path = changed(tmp_path, "timm_siglip", {"attn_pool.kv.weight": ARRAY})
-    with pytest.raises(InputError, match=r"kv\.weight has the unexpected shape"):
+    with input_error(r"kv\.weight has the unexpected shape"):
         weights.load(path, recognise(weights_of("timm_siglip"))[1], SIDE)
 
 
 @pytest.mark.parametrize("name", vit.VARIANTS)
 def test_augreg_files_of_every_size_are_recognised(name):
     variant = vit.VARIANTS[name]
-    one = vit.build(dataclasses.replace(variant, depth=1), variant.image_size)
-    shapes, flat = vit.parameter_shapes(one, variant.image_size), {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        for block in range(variant.depth):
-            path = "/".join(key.key for key in keys).replace("block_0", f"block_{block}")
-            flat[path] = np.broadcast_to(np.float32(0), leaf.shape)
-    assert layouts.describe(flat, FOLDER / "augreg.npz") == (name, variant)
+    model = vit.build(variant, variant.image_size)
+    shapes = traverse_util.flatten_dict(vit.parameter_shapes(model, variant.image_size), sep="/")
+    zero = np.float32(0)
+    arrays = {key: np.broadcast_to(zero, leaf.shape) for key, leaf in shapes.items()}
+    assert layouts.describe(arrays, FOLDER / "augreg.npz") == (name, variant)

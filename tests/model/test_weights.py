@@ -11,9 +11,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-from fdc_jax.errors import InputError
 from fdc_jax.machine.files import sha256
 from fdc_jax.model import vit, weights
+from tests.errors import input_error
 from tests.model.test_golden import GOLDEN, SIDE, VARIANT
 
 
@@ -45,54 +45,54 @@ def assert_same(params, arrays):
 
 
 def test_parameters_are_the_arrays_of_a_file_bit_for_bit(tmp_path, arrays):
-    path, arrays = tmp_path / "weights.npz", without_head(arrays)
+    path = tmp_path / "weights.npz"
+    arrays = without_head(arrays)
     np.savez(path, **arrays)
     loaded = load(path)
     assert_same(loaded.params, arrays)
     assert (loaded.path, loaded.sha256, loaded.skipped) == (path, sha256(path), ())
     assert loaded.resized_positions is False
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_checkpoints_of_other_formats_are_read(tmp_path, arrays):
-    """With the prefix of a training checkpoint, and in half precision, which is widened."""
-    path = tmp_path / "other.npz"
-    np.savez(path, **{f"opt/target/{name}": array for name, array in arrays.items()})
-    assert_same(load(path).params, without_head(arrays))
-    for dtype in (np.float16, jnp.bfloat16):
-        halves = {name: array.astype(dtype) for name, array in without_head(arrays).items()}
-        np.savez(path, **halves)
-        wide = {name: array.astype(np.float32) for name, array in halves.items()}
+    for dtype in (np.float16, jnp.bfloat16):  # which are widened
+        short = {name: array.astype(dtype) for name, array in arrays.items()}
+        np.savez(path, **short)
+        wide = {name: array.astype(np.float32) for name, array in short.items()}
         assert_same(load(path).params, wide)
 
 
-def test_the_representation_layer_before_a_head_is_skipped(tmp_path, arrays):
-    """Checkpoints of ImageNet-21k have one, which is no part of the features."""
-    path, more = tmp_path / "upper.NPZ", {"pre_logits/kernel": np.ones((24, 24), np.float32)}
+def test_prefixes_heads_and_representation_layers_are_ignored(tmp_path, arrays):
+    """Training checkpoints have the prefix, those of ImageNet-21k a layer before the head."""
+    path = tmp_path / "upper.NPZ"
+    expected = without_head(arrays)
+    layer = {f"pre_logits/{name}": np.ones(24, np.float32) for name in ("bias", "kernel")}
     with path.open("wb") as file:
-        np.savez(file, **arrays, **more, **{"pre_logits/bias": np.ones(24, np.float32)})
+        np.savez(file, **{f"opt/target/{name}": array for name, array in (arrays | layer).items()})
     loaded = load(path)
-    assert_same(loaded.params, without_head(arrays))
-    assert loaded.skipped[-2:] == ("pre_logits/bias", "pre_logits/kernel")
+    assert_same(loaded.params, expected)
+    names = ("head/bias", "head/kernel", "pre_logits/bias", "pre_logits/kernel")
+    assert loaded.skipped == names
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "backbone.", "model.backbone."])
 def test_common_prefix_of_names_is_removed_and_logged(tmp_path, caplog, arrays, prefix):
-    path, unwrapped = tmp_path / "wrapped.SafeTensors", load_file(GOLDEN / "timm.safetensors")
-    wrapped = {prefix + name: array for name, array in unwrapped.items() if "head" not in name}
-    save_file(wrapped | {"head.weight": unwrapped["head.weight"]}, path)
+    path = tmp_path / "wrapped.SafeTensors"
+    unwrapped = load_file(GOLDEN / "timm.safetensors")
+    head = unwrapped.pop("head.weight")
+    del unwrapped["head.bias"]
+    wrapped = {prefix + name: array for name, array in unwrapped.items()}
+    save_file(wrapped | {"head.weight": head}, path)
     loaded = load(path)
     assert_same(loaded.params, without_head(arrays))
     assert loaded.skipped == ("head.weight",) and f"ignored '{prefix}'" in caplog.text
     caplog.clear()
-    save_file(wrapped | {"projector": unwrapped["head.weight"]}, path)
-    with pytest.raises(InputError, match=f"unknown .first: {prefix}"):
+    save_file(wrapped | {"projector": head}, path)
+    with input_error(f"unknown .first: {prefix}"):
         load(path)
     assert not caplog.text
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    "name, value, message",
     [
         ("cls", None, r"1 arrays missing \(first: cls\), 0 unknown"),
         ("Transformer/extra", np.zeros(3), r"0 arrays missing, 1 unknown \(first: Transf.*extra\)"),
@@ -104,9 +104,8 @@ def test_every_array_is_checked(tmp_path, arrays, name, value, message):
     path = tmp_path / "changed.npz"
     arrays |= {name: value}
     np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
-    with pytest.raises(InputError, match=message) as caught:
+    with input_error(f"{path}.*{message}"):
         load(path)
-    assert str(path) in str(caught.value)
 
 
 REFUSED = [
@@ -125,24 +124,23 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED)
+@pytest.mark.parametrize("call, message", REFUSED)
 def test_wrong_files_and_names_of_weights_are_refused(tmp_path, call, message):
-    with pytest.raises(InputError, match=message):
+    with input_error(message):
         call(tmp_path)
 
 
-@pytest.mark.parametrize(("old", "new", "tokens"), [(4, 7, 1), (14, 9, 2)])
+@pytest.mark.parametrize("old, new, tokens", [(4, 7, 1), (14, 9, 2)])
 def test_positions_resize_as_pillow_does(old, new, tokens):
-    rng = np.random.default_rng(3)
-    embedding = rng.normal(size=(1, tokens + old * old, 5)).astype(np.float32)
-    resized = weights.resize_positions(embedding, tokens + new * new, "file", tokens)
-    assert resized.shape == (1, tokens + new * new, 5) and resized.dtype == np.float32
-    assert_array_equal(resized[:, :tokens], embedding[:, :tokens])
-    for channel in range(5):
-        grid = Image.fromarray(embedding[0, tokens:, channel].reshape(old, old))
-        expected = np.asarray(grid.resize((new, new), Image.Resampling.BICUBIC))
-        actual = resized[0, tokens:, channel].reshape(new, new)
-        assert_allclose(actual, expected, atol=2e-5)
+    shape = (1, tokens + old * old, 5)
+    embedding = np.random.default_rng(3).normal(size=shape).astype(np.float32)
+    actual = weights.resize_positions(embedding, tokens + new * new, "file", tokens)
+    assert actual.dtype == np.float32
+    expected = [embedding[:, :tokens]]
+    channels = embedding[0, tokens:].reshape(old, old, 5).transpose(2, 0, 1)
+    grids = [Image.fromarray(grid).resize((new, new), resample=3) for grid in channels]
+    expected.append(np.stack(grids, axis=-1).reshape(1, new * new, 5))
+    assert_allclose(actual, np.concatenate(expected, axis=1), atol=2e-5)
 
 
 @pytest.fixture
@@ -166,14 +164,14 @@ def test_download_is_checked_kept_and_not_repeated(bucket, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hashes", "message", "requests"),
+    "hashes, message, requests",
     [(["md5=abcd"], "cannot download weights", ["HEAD", "GET"]), ([], "sends no MD5", ["HEAD"])],
 )
 def test_download_without_a_valid_checksum_leaves_no_file(
     bucket, tmp_path, hashes, message, requests
 ):
     bucket.hashes = hashes
-    with pytest.raises(InputError, match=message):
+    with input_error(message):
         weights.locate("augreg", "Ti/16", tmp_path, show_progress=False)
     assert bucket.requests == requests
     assert list(tmp_path.iterdir()) == []
