@@ -235,3 +235,16 @@ def test_checkpoints():
     clock = [f"{row['clock']:.2g}" for row in (*stops, *writes)]
     text = " ".join(page.split())
     assert f"{clock[0]} and {clock[1]} s by the clock, and {clock[2]} and {clock[3]} s" in text
+
+
+def test_choices_of_validation_images():
+    table = table_under("docs/paper.md", "| benchmark | learner | the paper's choice |")
+    expected = []
+    for part in saved("validation")["benchmarks"].values():
+        for of in part["learners"].values():
+            choices = ("the paper's choice", "own choice", "choice by validation")
+            gains = [of["gains"][choice].split(", ")[1] for choice in choices]
+            names = [of[choice] for choice in choices]
+            cells = [f"{name}, {gain}" for name, gain in zip(names, gains, strict=True)]
+            expected.append([*cells, of["settings by validation"]])
+    assert [cells[2:] for cells in table] == expected
