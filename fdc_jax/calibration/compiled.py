@@ -101,7 +101,7 @@ def _cut(features: Float[Array, "n d"], start: Any, shards: int, rows: int) -> A
 # less than this share of the largest one are zero.
 ROUNDING = 1e-6
 # Rows of a scatter matrix that are computed together.
-TILE = 192
+TILE = 256
 
 
 def centred(features: Any, rows: Any, mean: Any) -> Float[Array, "n d"]:

@@ -66,6 +66,15 @@ def test_a_distant_mean_costs_no_digits(samples):
     np.testing.assert_allclose(found.T @ found, basis.T @ basis, atol=1e-5)
 
 
+@pytest.mark.parametrize("tile", [7, 30, 32])
+def test_directions_of_a_scatter_in_tiles_are_those_of_float64(tile, monkeypatch):
+    monkeypatch.setattr(compiled, "TILE", tile)
+    features = features_of_spectrum(1, 600, 60, 8, 0.9, offset=3.0)
+    _, actual = mean_and_basis(features, 0.95)
+    _, expected = float64_components(features, 0.95)
+    np.testing.assert_allclose(actual.T @ actual, expected.T @ expected, atol=1e-5)
+
+
 def test_samples_that_repeat_span_what_one_copy_spans_and_leave_no_residual():
     few = np.random.default_rng(0).normal(size=(20, 200)).astype(np.float32)
     for features in (few, np.tile(few, (8, 1)), np.tile(few, (11, 1))):
