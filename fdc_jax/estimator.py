@@ -230,8 +230,10 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         calibrator.finalize()
         order = np.argsort(labels)
         tasks = np.repeat(range(calibrator.num_tasks), [*map(len, calibrator.classes)])
-        self.calibrator_, self._labels = calibrator, labels
-        self.classes_, self.class_tasks_ = labels[order], tasks[order]
+        self.calibrator_ = calibrator
+        self._labels = labels
+        self.classes_ = labels[order]
+        self.class_tasks_ = tasks[order]
         return self
 
 
@@ -255,7 +257,8 @@ def closed_form_head(
     if kind == "nearest_mean":
         return NearestMeanHead(base.class_means(features, rows).astype(np.float32))
     inputs = np.column_stack([features, np.ones(len(features))]).astype(np.float64)
-    order, targets = np.random.default_rng(0).permutation(len(rows)), np.eye(rows.max() + 1)[rows]
+    order = np.random.default_rng(0).permutation(len(rows))
+    targets = np.eye(rows.max() + 1)[rows]
     penalty = random_features.chosen_ridge(inputs[order], targets[order], 1.0)
     solved = random_features.solve_ridge(inputs.T @ inputs, penalty, inputs.T @ targets)
     weight = solved.T.astype(np.float32)

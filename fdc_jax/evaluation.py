@@ -144,7 +144,8 @@ def share_of(right: Bool[np.ndarray, " n"]) -> Gain:
 
     Wilson, "Probable inference, the law of succession, and statistical inference" (1927).
     """
-    share, extra = float(np.mean(right)), _QUANTILE**2 / len(right)
+    share = float(np.mean(right))
+    extra = _QUANTILE**2 / len(right)
     middle = (share + extra / 2) / (1 + extra)
     reach = float(np.sqrt(extra * (share * (1 - share) + extra / 4))) / (1 + extra)
     std = float(np.sqrt(share * (1 - share) / len(right)))
@@ -159,9 +160,11 @@ def sample_gain(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> G
     """
     label, first, second = map(np.asarray, (true_label, before, after))
     change = (second == label).astype(float) - (first == label)
-    moved, size = float(np.sum(change**2)) + 1, len(change) + 2
+    moved = float(np.sum(change**2)) + 1
+    size = len(change) + 2
     std = float(np.sqrt(moved - change.sum() ** 2 / size)) / size
-    middle, reach = float(change.sum()) / size, _QUANTILE * std
+    middle = float(change.sum()) / size
+    reach = _QUANTILE * std
     gain = float(change.mean())
     return Gain(100 * gain, 100 * std, 100 * (middle - reach), 100 * (middle + reach))
 
@@ -185,7 +188,8 @@ def measure(
     """
     measures = Measures(accuracy={})
     for name, of in scores.items():
-        right, routed = of.label == labels, of.task == tasks
+        right = of.label == labels
+        routed = of.task == tasks
         given = of.label_in_task(tasks) == labels
         part = Decomposition(
             num_samples=len(labels),

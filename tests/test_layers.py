@@ -20,11 +20,11 @@ LAYOUT = {
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
     "calibration": 26_930,
-    "data": 14_400,
+    "data": 14_350,
     "features": 3_480,
-    "learners": 22_670,
+    "learners": 22_680,
     "machine": 7_590,
-    "model": 11_460,
+    "model": 11_450,
     "package": 13_840,
     "paper": 5_540,
     "posthoc": 3_370,

@@ -193,7 +193,8 @@ class TrainBatches(_Batches):
             epoch, position = divmod(step, self.steps_per_epoch)
             if position == 0 or step == self.start_step:
                 coordinates = len(self.indices), self.seed, self.task, epoch
-                order, uniforms = epoch_permutation(*coordinates), epoch_uniforms(*coordinates)
+                order = epoch_permutation(*coordinates)
+                uniforms = epoch_uniforms(*coordinates)
             rows = order[position * self.batch_size :][: self.batch_size]
             yield rows, self._transform(uniforms)
 

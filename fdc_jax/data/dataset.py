@@ -35,7 +35,8 @@ class Skipped:
         """Returns for each reason the number of paths, with the first ones."""
         texts = {}
         for reason, paths in self.paths.items():
-            examples = ", ".join(paths[:limit]) + ", ..." * (len(paths) > limit)
+            more = ["..."] if len(paths) > limit else []
+            examples = ", ".join(paths[:limit] + more)
             if reason == self.OTHER:
                 kinds = collections.Counter(os.path.splitext(path)[1].lower() for path in paths)
                 common = kinds.most_common(5)

@@ -96,7 +96,8 @@ def open_folder(
     reasons = skipped.paths.keys() & {_DEAD, _EMPTY, _SINGLE}
     if wrong := {reason: skipped.paths[reason] for reason in sorted(reasons)}:
         raise InputError(f"{root}: expected images in every class, found {Skipped(wrong).text(99)}")
-    class_names = tuple(sorted({file.class_name for split in splits.values() for file in split}))
+    files = splits["train"] + splits["test"]
+    class_names = tuple(sorted({file.class_name for file in files}))
     labels = {
         split: np.searchsorted(class_names, [file.class_name for file in files]).astype(np.int32)
         for split, files in splits.items()
@@ -105,7 +106,7 @@ def open_folder(
     for label in np.setdiff1d(labels["train"], labels["test"]):
         skipped.add("classes without test images", (class_names[label],))
     digits = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    hash_file, files = cache / f"{name[:50]}-{digits}.json", splits["train"] + splits["test"]
+    hash_file = cache / f"{name[:50]}-{digits}.json"
     by_path, states = _examine(name, files, hash_file, upright, workers or default_workers(), quiet)
     scale = images.grey_scale(grey_bits, by_path.values())
     facts = {split: [by_path[file.path] for file in files] for split, files in splits.items()}
@@ -236,7 +237,9 @@ def _arrange(
         names = ", ".join(map("/".join, sorted(outside)))
         top = "/".join(tops[""]) or "the folder itself"
         raise InputError(f"expected all classes beside each other in {top}, found also {names}")
-    classes = {(*tops[split], file.class_name) for split in splits for file in splits[split]}
+    classes = set()
+    for split, members in splits.items():
+        classes |= {(*tops[split], file.class_name) for file in members}
     for folder in sorted(folders - classes):
         if folder and folder[:-1] in tops.values():
             skipped.add(_EMPTY, folder)
@@ -288,10 +291,8 @@ def divide(files: list[ImageFile], share: float, skipped: Skipped) -> dict[str, 
             skipped.add(_SINGLE, (members[0].name,))
         drawn = draw([file.name for file in members], share)
         test.update(members[index].path for index in drawn)
-    return {
-        split: [file for file in files if (file.path in test) == (split == "test")]
-        for split in ("train", "test")
-    }
+    learned = [file for file in files if file.path not in test]
+    return {"train": learned, "test": [file for file in files if file.path in test]}
 
 
 def _examine(

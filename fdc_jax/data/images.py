@@ -179,7 +179,8 @@ def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarra
     The short side becomes 256 pixels for an `image_size` of 224, in proportion for other sizes. If
     the long side is over `_LONGEST` times the short side, only the middle of the image is used.
     """
-    short, longest = round(image_size * 256 / 224), _LONGEST * min(image.size)
+    short = round(image_size * 256 / 224)
+    longest = _LONGEST * min(image.size)
     if max(image.size) > longest:
         left, top = ((side - min(side, longest)) // 2 for side in image.size)
         image = image.crop((left, top, image.width - left, image.height - top))
@@ -221,7 +222,8 @@ def random_crop_box(
         crop_height = round(width / _CROP_RATIO[0])
     elif width / height > _CROP_RATIO[1]:
         crop_width = round(height * _CROP_RATIO[1])
-    left, top = (width - crop_width) // 2, (height - crop_height) // 2
+    left = (width - crop_width) // 2
+    top = (height - crop_height) // 2
     return left, top, left + crop_width, top + crop_height
 
 

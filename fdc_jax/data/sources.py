@@ -75,7 +75,8 @@ def open_splits(
     Raises:
         InputError: the data do not exist, or are damaged.
     """
-    benchmark, cache = benchmarks.BENCHMARKS.get(name), cache.absolute() / "data"
+    benchmark = benchmarks.BENCHMARKS.get(name)
+    cache = cache.absolute() / "data"
     if name == "digits":
         if source:
             raise InputError(f"config.data.source: expected none, digits are embedded: {source}")

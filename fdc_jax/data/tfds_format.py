@@ -90,7 +90,8 @@ def open_prepared(
             columns = _index(where, records, fields, upright)
             with contextlib.suppress(InputError):  # A full disk is no reason to stop.
                 write_npz(index_file, columns)
-        labels, count = columns["labels"], len(fields.class_names)
+        labels = columns["labels"]
+        count = len(fields.class_names)
         if (labels < 0).any():
             raise InputError(f"{where}: expected the class of every image, found images without")
         if (labels >= count).any():
@@ -99,7 +100,8 @@ def open_prepared(
 
     splits = {split: read(split) for split in ("train", "test")}
     facts = {split: _facts(columns) for split, (_, columns) in splits.items()}
-    scale, skipped = images.grey_scale(grey_bits, facts["train"] + facts["test"]), Skipped()
+    scale = images.grey_scale(grey_bits, facts["train"] + facts["test"])
+    skipped = Skipped()
 
     def dataset(split: str) -> Dataset:
         records, columns = splits[split]
@@ -182,7 +184,8 @@ def _fields(folder: Path, info: Any) -> _Fields:
     features = dict(info.features.items())
     supervised = info.supervised_keys or ("image", "label")
     image, label = (key if isinstance(key, str) else "" for key in supervised[:2])
-    images_of, classes = features.get(image), features.get(label)
+    images_of = features.get(image)
+    classes = features.get(label)
     path = folder / _FEATURES
     if not (
         isinstance(images_of, tfds.features.Image) and isinstance(classes, tfds.features.ClassLabel)
@@ -302,7 +305,8 @@ class _Records:
         shard, position = self._locate(index)
         try:
             values: Any = self._decode(self._shards[shard][position])
-            image, label = values[self._fields.image], values[self._fields.label]
+            image = values[self._fields.image]
+            label = values[self._fields.label]
             name = values[self._fields.name].decode() if self._fields.name else ""
             if not isinstance(image, bytes) or not isinstance(label, int):
                 raise ValueError("expected the content of an image file, and its class")

@@ -73,7 +73,7 @@ class Extractor:
             poll: called before every batch; raises to stop.
         """
         watch = devices.Stopwatch()
-        none = [np.zeros((0, self._width), np.float32)] * len(views)
+        none = [np.zeros((0, self._width), np.float32) for _ in views]
         parts = [none, *self.stream(backbone, views, batches, poll)]
         by_view = [np.concatenate(rows) for rows in zip(*parts, strict=True)]
         seconds = watch.read().seconds / len(views)

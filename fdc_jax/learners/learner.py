@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
@@ -224,7 +225,9 @@ class Learner:
         count = len(batch.images) // size
         if self.mean_over_images or not 1 < count <= MOST_UNROLLED:
             return encode(batch.images, dropout_key)
-        keys = [None] * count if dropout_key is None else jax.random.split(dropout_key, count)
+        keys: Any = itertools.repeat(None, count)
+        if dropout_key is not None:
+            keys = jax.random.split(dropout_key, count)
         portions = jnp.split(jnp.asarray(batch.images), count)
         return jnp.concatenate([encode(*pair) for pair in zip(portions, keys, strict=True)])
 

@@ -117,7 +117,7 @@ def dense(
     precision: jax.lax.Precision,
 ) -> Float[Array, "*n e"]:
     """Returns x W + b in the dtype of x; gradients of W and b are summed in their own dtype."""
-    row = bias.reshape((1,) * (x.ndim - 1) + (-1,)).astype(x.dtype)
+    row = jnp.expand_dims(bias, range(x.ndim - 1)).astype(x.dtype)
     return jnp.matmul(x, weight.astype(x.dtype), precision=precision) + row
 
 
