@@ -15,6 +15,7 @@ from numpy.testing import assert_array_equal
 
 from configs import digits
 from fdc_jax.errors import Interrupted, StopRequest
+from fdc_jax.posthoc import command as posthoc
 from fdc_jax.run import configuration, seeds
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -188,6 +189,16 @@ def assert_equal(actual, expected):
     assert actual.keys() == expected.keys()
     for name, array in expected.items():
         assert_array_equal(actual[name], array, err_msg=name)
+
+
+def check_fit_again(workdir, output, name):
+    """Asserts that a fit of a run's saved features repeats the predictions of a calibrator."""
+    command = [str(workdir / "features"), f"--output={output}", f"--method={name}", "--quiet"]
+    assert posthoc.main(command) == 0
+    columns = predictions(workdir)
+    with np.load(output) as again:
+        assert_array_equal(again["raw_label"], columns["raw_label"])
+        assert_array_equal(again["label"], columns[f"{name}_label"])
 
 
 def nothing_done_twice(workdir):

@@ -18,13 +18,14 @@ VARIABLES = {
     },
     "no compilation": {"JAX_DISABLE_JIT": "1"},
 }
-TINY = {
-    "data.train_per_class": 6,
-    "data.test_per_class": 4,
-    "train.epochs": 1,
-    "train.batch_size": 15,
-    "num_tasks": 2,
-}
+TINY = """
+data.train_per_class=6 data.test_per_class=4 train.epochs=1 train.batch_size=15 num_tasks=2
+classes_per_task=5 evaluation.batch_size=64 report=False
+""".split()
+PHOTOGRAPHS = """
+encoder.variant=digits encoder.weights=digits encoder.image_size=32 train.epochs=1
+train.batch_size=6 classes_per_task=1
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -34,57 +35,51 @@ def photographs(tmp_path_factory):
     images, labels = load_digits(return_X_y=True)
     for label in (0, 1):
         (folder / f"class_{label}").mkdir()
-        rows = np.flatnonzero(labels == label)[:12]
-        for row in rows:
+        for row in np.flatnonzero(labels == label)[:12]:
             pixels = images[row].reshape(8, 8) * 15
             Image.fromarray(pixels.astype(np.uint8)).save(folder / f"class_{label}" / f"{row}.png")
     return folder
 
 
-def fdc(*arguments, env):
-    return python("-m", "fdc_jax", *arguments, env=os.environ | env)
+def fdc(*arguments, variables, **options):
+    return python("-m", "fdc_jax", *arguments, env=os.environ | variables, **options)
+
+
+def run(workdir, name, fields, *arguments, **options):
+    flags = [f"--config.{field}" for field in fields]
+    return fdc("run", f"--config={name}", f"--workdir={workdir}", *flags, *arguments, **options)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", VARIABLES)
 def test_digits_are_learned(kind, tmp_path, cache):
-    workdir, fields = tmp_path / "run", small_runs.FIELDS | TINY
-    fields = [f"--config.{name}={value}" for name, value in fields.items()]
-    fdc("run", "--config=digits", f"--workdir={workdir}", *fields, env=VARIABLES[kind])
-    results = small_runs.results(workdir)
+    run(tmp_path, "digits", TINY, variables=VARIABLES[kind])
+    results = small_runs.results(tmp_path)
     assert results["num_tasks"] == 2 and results["accuracy"]["fdc"] > 20
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", VARIABLES)
 def test_all_methods_fit_the_example(kind, tmp_path):
-    command = ("posthoc", "example", "--method=all", f"--output={tmp_path / 'scores.npz'}")
-    printed = fdc(*command, env=VARIABLES[kind])
-    plain = fdc(*command, env={})
-    accuracies = [line.split()[:2] for line in printed.splitlines()[:-1]]
-    assert accuracies == [line.split()[:2] for line in plain.splitlines()[:-1]]
+    tables = []
+    for variables in ({}, VARIABLES[kind]):
+        output = f"--output={tmp_path / 'scores.npz'}"
+        printed = fdc("posthoc", "example", "--method=all", output, variables=variables)
+        tables.append([line.split()[:2] for line in printed.splitlines()[:-1]])
+    assert tables[0] == tables[1]
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", VARIABLES)
 def test_own_photographs_are_learned(kind, tmp_path, cache, photographs):
-    encoder = {"variant": "digits", "weights": "digits", "image_size": 32}
-    fields = {f"encoder.{name}": value for name, value in encoder.items()}
-    fields |= {"data.source": photographs, "train.epochs": 1, "train.batch_size": 6}
-    fields |= {"classes_per_task": 1}
-    arguments = [f"--config.{name}={value}" for name, value in fields.items()]
-    workdir = tmp_path / "run"
-    fdc("run", "--config=own", f"--workdir={workdir}", *arguments, env=VARIABLES[kind])
-    assert small_runs.results(workdir)["num_classes"] == 2
-    assert (workdir / "report" / "report.html").exists()
+    fields = [*PHOTOGRAPHS, f"data.source={photographs}"]
+    run(tmp_path, "own", fields, variables=VARIABLES[kind])
+    assert small_runs.results(tmp_path)["num_classes"] == 2
+    assert (tmp_path / "report" / "report.html").exists()
 
 
 @pytest.mark.ci
 def test_a_guard_of_transfers_is_one_line(tmp_path, cache):
-    env = {"JAX_TRANSFER_GUARD": "disallow"}
-    fields = [f"--config.{name}={value}" for name, value in (small_runs.FIELDS | TINY).items()]
-    arguments = ["--config=digits", f"--workdir={tmp_path / 'run'}", "--quiet", *fields]
-    (line,) = python(
-        "-m", "fdc_jax", "run", *arguments, expected=2, env=os.environ | env
-    ).splitlines()
+    guard = {"JAX_TRANSFER_GUARD": "disallow"}
+    (line,) = run(tmp_path, "digits", TINY, "--quiet", variables=guard, expected=2).splitlines()
     assert line.startswith("fdc_jax.run: JAX_TRANSFER_GUARD: ")

@@ -1,10 +1,12 @@
+"""Accuracies, intervals and calibration errors, by hand and against SciPy."""
+
 import math
 
 import msgspec
 import numpy as np
 import pytest
 import scipy.stats
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_array_equal
 
 from fdc_jax import evaluation
 from fdc_jax.calibration import Scores
@@ -13,12 +15,8 @@ from fdc_jax.calibration import Scores
 def test_confusion_and_task_accuracies():
     true_task = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     chosen = np.array([0, 1, 1, 1, 2, 0, 0, 2])
-    matrix = evaluation.task_confusion(true_task, chosen, 4)
-    expected = np.zeros((4, 4), int)
-    expected[0, :2] = 1, 2
-    expected[1, 1:3] = 1, 1
-    expected[2, [0, 2]] = 2, 1
-    assert_array_equal(matrix, expected)
+    expected = [[1, 2, 0, 0], [0, 1, 1, 0], [2, 0, 1, 0], [0, 0, 0, 0]]
+    assert_array_equal(evaluation.task_confusion(true_task, chosen, 4), expected)
     accuracies = evaluation.task_accuracies(true_task + 1, true_task == chosen)
     assert accuracies == [None, *map(pytest.approx, [100 / 3, 50, 100 / 3])]
 
@@ -26,10 +24,9 @@ def test_confusion_and_task_accuracies():
 def test_interval_of_gains_is_the_paired_t_interval():
     before, after = [84.1, 84.4, 84.5], [88.6, 88.5, 88.8]
     gain = evaluation.student(np.subtract(after, before))
-    reference = scipy.stats.ttest_rel(after, before)
-    interval = reference.confidence_interval(0.95)
+    expected = scipy.stats.ttest_rel(after, before).confidence_interval(0.95)
     assert gain.mean == pytest.approx(np.mean(after) - np.mean(before))
-    assert (gain.low, gain.high) == pytest.approx((interval.low, interval.high))
+    assert (gain.low, gain.high) == pytest.approx(expected)
     # No interval where seeds say nothing of chance.
     for same in ([1.0, 1.0], [1.0]):
         assert math.isnan(evaluation.student(same).low)
@@ -46,26 +43,19 @@ def test_intervals_over_samples_agree_with_the_bootstrap():
         (right - (before == label), evaluation.sample_gain(label, before, after)),
         (right, evaluation.share_of(after == label)),
     ):
-        reference = scipy.stats.bootstrap(
-            (100 * values,),
-            np.mean,
-            method="percentile",
-            n_resamples=9999,
-            rng=np.random.default_rng(1),
-            batch=1000,
-        )
+        options = dict(method="percentile", n_resamples=4999, batch=1000, rng=rng)
+        expected = scipy.stats.bootstrap((100 * values,), np.mean, **options)
         assert actual.mean == pytest.approx(100 * values.mean())
-        assert actual.std == pytest.approx(reference.standard_error, rel=0.05)
-        interval = reference.confidence_interval
-        assert (actual.low, actual.high) == pytest.approx((interval.low, interval.high), abs=0.35)
+        assert actual.std == pytest.approx(expected.standard_error, rel=0.05)
+        interval = expected.confidence_interval
+        assert (actual.low, actual.high) == pytest.approx(interval, abs=0.35)
 
 
 @pytest.mark.parametrize("count", [0, 3, 112])
 def test_few_images_never_give_an_empty_interval(count):
-    right = np.arange(112) < count
-    actual = evaluation.share_of(right)
-    reference = scipy.stats.binomtest(count, 112).proportion_ci(method="wilson")
-    assert (actual.low, actual.high) == pytest.approx((100 * reference.low, 100 * reference.high))
+    actual = evaluation.share_of(np.arange(112) < count)
+    expected = scipy.stats.binomtest(count, 112).proportion_ci(method="wilson")
+    assert (actual.low, actual.high) == pytest.approx((100 * expected.low, 100 * expected.high))
     label = np.zeros(112, int)
     same = evaluation.sample_gain(label, label, label)
     # Of 114, half a sample is put right and half a one spoiled.
@@ -76,37 +66,36 @@ def test_few_images_never_give_an_empty_interval(count):
 # Several calibrators -----------------------------------------------------------------------------
 
 
-def scores(*rows):
-    """Scores of two tasks of two classes, a row (score of task 0, of task 1) per image."""
-    best = np.zeros((len(rows), 2), int)
-    return Scores(np.array(rows), best, [np.array([0, 1]), np.array([2, 3])])
+def scores(*tasks):
+    """Scores that choose a task for each image, and the first class of either task."""
+    classes = [np.array([0, 1]), np.array([2, 3])]
+    return Scores(np.eye(2)[[*tasks]], np.zeros((len(tasks), 2), int), classes)
 
 
 def test_results_of_calibrators_are_measured_side_by_side():
     """Three images: the first class of each task and the second one of task 1."""
     labels, tasks = np.array([0, 2, 3]), np.array([0, 1, 1])
-    both = {"raw": scores((1, 0), (1, 0), (1, 0)), "ncm": scores((0, 1), (0, 1), (0, 1))}
+    both = {"raw": scores(0, 0, 0), "ncm": scores(1, 1, 1)}
     actual = evaluation.measure(both, labels, tasks)
-    third = pytest.approx(100 / 3)
-    assert actual.accuracy == {"raw": third, "ncm": third, "oracle": pytest.approx(200 / 3)}
-    assert actual.routing_accuracy == {"raw": third, "ncm": pytest.approx(200 / 3)}
+    third, two_thirds = pytest.approx(100 / 3), pytest.approx(200 / 3)
+    assert actual.accuracy == {"raw": third, "ncm": third, "oracle": two_thirds}
+    assert actual.routing_accuracy == {"raw": third, "ncm": two_thirds}
     assert actual.task_accuracy == {"raw": [100, 0], "ncm": [0, 50], "oracle": [100, 50]}
     count, *shares = msgspec.structs.astuple(actual.decomposition["ncm"])
     assert count == 3
-    shares = np.array(shares) * 3 / 100
-    assert_allclose(shares, [1, 2, 2, 1, 1, 1, 0])
+    assert [share * 3 / 100 for share in shares] == pytest.approx([1, 2, 2, 1, 1, 1, 0])
     columns = evaluation.predictions(both, labels, tasks)
     names = "label task oracle_label raw_label raw_task ncm_label ncm_task"
     assert columns.keys() == {*names.split()}
     assert columns["oracle_label"].tolist() == [0, 2, 2]
-    # Of a task without images there is no accuracy.
+    # A task without images has no accuracy.
     later = evaluation.measure(both, np.array([2, 2, 3]), np.array([1, 1, 1]))
     assert later.task_accuracy["raw"] == [None, 0]
-    assert later.decomposition["raw"].wrong_task_oracle_right == pytest.approx(200 / 3)
+    assert later.decomposition["raw"].wrong_task_oracle_right == two_thirds
 
 
 def test_the_calibration_error_has_fifteen_bins():
     """0.06 is in the first bin, 0.069 in the second one; of two of 0.9 half are right."""
-    sure, right = np.array([0.06, 0.069, 0.9, 0.9]), np.array([True, False, True, False])
-    error = evaluation.calibration_error(sure, right)
+    confidence, right = np.array([0.06, 0.069, 0.9, 0.9]), np.array([True, False, True, False])
+    error = evaluation.calibration_error(confidence, right)
     assert error == pytest.approx(100 * (0.94 + 0.069 + 2 * 0.4) / 4)

@@ -1,7 +1,5 @@
 """The protocol of inference timing, and what the contenders answer."""
 
-import json
-
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -10,7 +8,6 @@ import fdc_jax
 from fdc_jax import calibration, export, heads, latency
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NearestMeanHead
-from tests import small_runs
 
 
 def test_every_contender_is_warmed_up_and_timed_in_turn(monkeypatch):
@@ -38,10 +35,8 @@ def test_contenders_answer_as_the_run_did(finished_run):
     assert_array_equal(raw, run.predictions["raw_label"])
     dual = latency.fdc_labels(fdc, 2)(views)
     assert_array_equal(dual, run.predictions["fdc_label"])
-    saved = [
-        np.load(finished_run / "features" / f"test_{view}.npy")
-        for view in ("adapted", "pretrained")
-    ]
+    names = ("test_adapted", "test_pretrained")
+    saved = [np.load(finished_run / "features" / f"{name}.npy") for name in names]
     expected = fdc.components(*saved)["adapted_view"].label
     assert_array_equal(latency.fdc_labels(fdc, 1)(views[:1]), expected)
     assert len(fdc.terms(*saved).tasks) == 2  # The calibrator itself keeps both views.
@@ -49,30 +44,27 @@ def test_contenders_answer_as_the_run_did(finished_run):
 
 def test_heads_that_divide_by_the_norm_keep_doing_so():
     rng, fdc = np.random.default_rng(0), calibration.FDC()
-    fdc.heads = [NearestMeanHead(rng.normal(size=(3, 4)).astype("f4")) for _ in range(2)]
-    fdc.classes = [np.array([7, 3, 5]), np.array([2, 9, 1])]
+    means, classes = rng.normal(size=(6, 4)).astype("f4"), np.array([7, 3, 5, 2, 9, 1])
+    fdc.heads = [NearestMeanHead(means[:3]), NearestMeanHead(means[3:])]
+    fdc.classes = [classes[:3], classes[3:]]
     features = (rng.normal(size=(20, 4)) * 10.0 ** rng.integers(-3, 3, (20, 1))).astype("f4")
-    cosines = heads.unit(features) @ heads.unit(np.concatenate([h.means for h in fdc.heads])).T
-    expected = np.concatenate(fdc.classes)[cosines.argmax(axis=1)]
-    assert_array_equal(latency.raw_labels(fdc)([features]), expected)
+    cosines = heads.unit(features) @ heads.unit(means).T
+    assert_array_equal(latency.raw_labels(fdc)([features]), classes[cosines.argmax(axis=1)])
 
 
 def test_command_writes_latencies_without_memory_on_a_cpu(
     finished_run, tmp_path, capsys, monkeypatch
 ):
-    folder = small_runs.copied(finished_run, tmp_path / "run")
+    """The file is beside those of a manifest; an export that was measured still opens."""
+    folder = tmp_path / "out"
+    export.write(finished_run, folder)
     monkeypatch.setattr(latency.measure_run, "__defaults__", ((1, 2, 1),))
     assert latency.main([str(folder)]) == 0
     assert "memory is measured on accelerators only" in capsys.readouterr().out
-    actual = json.loads((folder / "latency.json").read_text())
-    assert actual["images"] == 60 and list(actual["contenders"]) == ["baseline", "single", "dual"]
-    assert {contender["peak_bytes"] for contender in actual["contenders"].values()} == {None}
-
-
-def test_an_export_that_was_measured_still_opens(finished_run, tmp_path, monkeypatch):
-    export.write(finished_run, tmp_path / "out")
-    latency.measure_run(fdc_jax.open_run(tmp_path / "out"), (1, 1, 1))
-    assert fdc_jax.open_run(tmp_path / "out").exported
+    measured = fdc_jax.open_run(folder).read_latency()
+    assert measured.images == 60
+    peaks = {name: contender.peak_bytes for name, contender in measured.contenders.items()}
+    assert peaks == {"baseline": None, "single": None, "dual": None}
 
 
 def test_a_run_that_is_not_finished_is_refused(stopped_run):

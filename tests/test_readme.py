@@ -1,5 +1,6 @@
 """Every command of the README and of docs/: it parses, its files exist, the short ones are run."""
 
+import itertools
 import os
 import re
 import shlex
@@ -17,37 +18,30 @@ from tests import small_runs
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
 README = (REPOSITORY / "README.md").read_text()
-PAGES = {
-    path.relative_to(REPOSITORY).as_posix(): path.read_text()
-    for path in (
-        *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-        *sorted((REPOSITORY / "docs").rglob("*.md")),
-    )
-}
+FILES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+FILES += sorted((REPOSITORY / "docs").rglob("*.md"))
+PAGES = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in FILES}
 
 
 def commands(text):
     """The commands of all shell blocks, one by one."""
-    commands_found = []
+    parts = []
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            if block.startswith("#!") and "python" not in line:
-                continue  # a line of a script
-            line = re.split(r"\s+#", line)[0]
-            commands_found += [part.strip(" &") for part in line.split("&&") if part.strip()]
-    return commands_found
+            if not block.startswith("#!") or "python" in line:  # else a line of a script
+                parts += re.split(r"\s+#", line)[0].split("&&")
+    return [part.strip(" &") for part in parts if part.strip()]
 
 
-def arguments_of(program, pages=PAGES):
+def arguments_of(program):
     """Arguments of every command of the pages that runs the program, each once."""
     by_line = {}
-    for text in pages.values():
-        for line in commands(text):
-            tokens = shlex.split(line)
-            tokens = tokens[tokens.index("fdc_jax") + 1 :] if "fdc_jax" in tokens else tokens
-            if program in tokens:
-                arguments = tokens[tokens.index(program) + 1 :]
-                by_line[" ".join(arguments)] = arguments
+    for line in itertools.chain.from_iterable(map(commands, PAGES.values())):
+        tokens = shlex.split(line)
+        tokens = tokens[tokens.index("fdc_jax") + 1 :] if "fdc_jax" in tokens else tokens
+        if program in tokens:
+            arguments = tokens[tokens.index(program) + 1 :]
+            by_line[" ".join(arguments)] = arguments
     return list(by_line.values())
 
 
@@ -56,22 +50,11 @@ def test_the_readme_is_short():
 
 
 def test_every_command_of_the_pages_is_of_a_tested_kind():
-    known = (
-        "-m venv",
-        "pip install",
-        "main.py",
-        "-m pytest",
-        "-m fdc_jax",
-        "-m benchmarks.",
-        "bin/ruff",
-        "bin/pyright",
-        "bin/mkdocs",
-        "bin/lint-imports",
-        "jupyter nbconvert",
-    )
+    known = r"-m (venv|pytest|fdc_jax|benchmarks\.)|pip install|main\.py|jupyter nbconvert|"
+    known += "bin/(ruff|pyright|mkdocs|lint-imports)"
     for page, text in PAGES.items():
         for line in commands(text):
-            assert any(kind in line for kind in known), (page, line)
+            assert re.search(known, line), (page, line)
     assert len(commands(README)) >= 8
 
 
@@ -92,12 +75,6 @@ def test_commands_have_known_options_and_files(module):
             reference.read(REPOSITORY / path)
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))
-def test_benchmarks_named_on_pages_exist(page):
-    for program in re.findall(r"-m benchmarks\.(\w+)", PAGES[page]):
-        assert (REPOSITORY / "benchmarks" / f"{program}.py").is_file(), program
-
-
 def test_posthoc_commands_run(tmp_path, monkeypatch):
     runs = [tokens for tokens in arguments_of("posthoc") if tokens[0] == "example"]
     assert len(runs) >= 2
@@ -116,34 +93,32 @@ def test_continuous_integration_runs_the_readmes_test_command():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_a_page_links_to_exist(page):
+def test_files_named_on_a_page_exist(page):
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if not target.startswith("http"):
             assert ((REPOSITORY / page).parent / target).exists(), target
+    for program in re.findall(r"-m benchmarks\.(\w+)", PAGES[page]):
+        path = REPOSITORY / "benchmarks" / f"{program}.py"
+        assert path.is_file() or page == "CHANGELOG.md", program
 
 
 def test_table_of_learners_equals_their_docstrings():
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", README, re.MULTILINE)
-    modules = {name: sys.modules[learners.find(name).__module__] for name in learners.names()}
-    # The first line of its file, without its name.
-    lines = {name: (module.__doc__ or "").partition("\n")[0] for name, module in modules.items()}
-    assert rows == [(name, line.partition(": ")[2].rstrip(".")) for name, line in lines.items()]
+    """The first line of the docstring of a module, without its name."""
+    expected = []
+    for name in learners.names():
+        first = sys.modules[learners.find(name).__module__].__doc__.partition("\n")[0]
+        expected.append((name, first.partition(": ")[2].rstrip(".")))
+    assert re.findall(r"^\| `(\w+)` \| (.+) \|$", README, re.MULTILINE) == expected
 
 
 @pytest.mark.ci
 def test_the_learner_that_the_readme_shows_runs(tmp_path, cache):
-    (code,) = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-        if "(Learner)" in block
-    ]
-    (arguments,) = [
-        tokens
-        for tokens in arguments_of("main.py", {"": README})
-        if "linear_probe" in " ".join(tokens)
-    ]
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [block for block in blocks if "(Learner)" in block]
     (tmp_path / "linear_probe.py").write_text(code)
+    (line,) = [line for line in commands(README) if "linear_probe" in line]
+    arguments = shlex.split(line.partition("main.py")[2])
     process = small_runs.start(None, *arguments, "--quiet", cache=cache, cwd=tmp_path)
     small_runs.finish(process)
     record = small_runs.results(tmp_path / "runs" / "probe")
@@ -151,14 +126,13 @@ def test_the_learner_that_the_readme_shows_runs(tmp_path, cache):
     assert record["config"]["learner.linear_probe.temperature"] == 0.5
     assert record["accuracy"]["oracle"] > 80
     assert record["accuracy"]["fdc"] > record["accuracy"]["raw"]
-    fdc = ("-m", "fdc_jax")
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "FDC_JAX_CACHE": str(cache)}
-    learner = "--learner=linear_probe"
-    for tokens in (
-        ("export", "runs/probe", "model", learner),
-        ("paper", "--benchmarks=digits", "--learners=linear_probe", "--seeds=1", *SMALL),
+    for command_line in (
+        "export runs/probe model --learner=linear_probe",
+        f"paper --benchmarks=digits --learners=linear_probe --seeds=1 {' '.join(SMALL)}",
     ):
-        small_runs.python(*fdc, *tokens, cwd=tmp_path, env=environment)
-    results = small_runs.results(tmp_path / "runs/paper/digits/linear_probe/seed_1")
-    assert results["learner"] == "linear_probe"
-    assert (tmp_path / "runs/paper/digits/linear_probe/seed_1/latency.json").exists()
+        tokens = ("-m", "fdc_jax", *command_line.split())
+        small_runs.python(*tokens, cwd=tmp_path, env=environment)
+    folder = tmp_path / "runs/paper/digits/linear_probe/seed_1"
+    assert small_runs.results(folder)["learner"] == "linear_probe"
+    assert (folder / "latency.json").exists()

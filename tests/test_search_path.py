@@ -12,6 +12,19 @@ from tests import small_runs
 # Optional modules of libraries, and modules that the standard library or a finder would load.
 OPTIONAL = ("pytz", "pillow_heif", "numexpr", "zstandard", "bottleneck", "numba")
 TRAP = "with open({marker!r}, 'a') as file:\n    file.write(__name__ + '\\n')\n"
+ENTRY_POINTS = """
+[jax_plugins]
+x = entered
+
+[pandas_plotting_backends]
+x = entered
+
+[tensorflow_datasets]
+x = entered
+
+[orbax]
+x = entered
+"""
 # A name in a call, which matplotlib before 3.10 evaluates.
 SETTINGS = "axes.prop_cycle: cycler(unknown, ['r'])\n"
 
@@ -33,21 +46,14 @@ def stranger(finished_run, tmp_path, loaded_by_python):
     run.tasks.test.image(0).save(folder / "image.png")
     trap = TRAP.format(marker=str(marker))
     names = {*OPTIONAL, *sys.stdlib_module_names} - loaded_by_python - {"__main__"}
-    names -= {
-        "nt",
-        "_winapi",
-    }  # The finder of an editable installation looks for them at the start.
-    for name in names:
+    names -= {"nt", "_winapi"}  # An editable installation looks for them at the start.
+    (folder / "jax_plugins/x").mkdir(parents=True)
+    for name in (*names, "jax_plugins/x/__init__", "entered"):
         (folder / f"{name}.py").write_text(trap)
-    for path in ("jax_plugins/x/__init__.py", "entered.py"):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(trap)
     information = folder / "entered-1.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: entered\nVersion: 1\n")
-    groups = ("jax_plugins", "pandas_plotting_backends", "tensorflow_datasets", "orbax")
-    entries = [f"[{group}]\nx = entered\n" for group in groups]
-    (information / "entry_points.txt").write_text("\n".join(entries))
+    (information / "entry_points.txt").write_text(ENTRY_POINTS)
     (folder / "matplotlibrc").write_text(SETTINGS)
     (folder / "digits").write_text(trap)
     return folder
@@ -66,24 +72,24 @@ def run_in(folder, cache, *command, path=(str(small_runs.REPOSITORY),), code=0):
     return done
 
 
-SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
+SMALL = " ".join(f"--config.{name}={value}" for name, value in small_runs.FIELDS.items())
 COMMANDS = {
-    "--help": ["--help"],
-    "--version": ["--version"],
-    "predict": ["predict", "model", "image.png", "--html=page.html"],
-    "posthoc": ["posthoc", "example", "--output=scores.npz"],
-    "latency --help": ["latency", "--help"],
-    "export": ["export", "model", "again"],
-    "report": ["report", "model", "--output=page", "--sweep=none"],
-    "run": ["run", "--config=digits", *SMALL, "--workdir=mine"],
-    "paper": ["paper", "--benchmarks=digits", "--learners=cumulative_lora", "--seeds=1", *SMALL],
+    "--help": "",
+    "--version": "",
+    "predict": "model image.png --html=page.html",
+    "posthoc": "example --output=scores.npz",
+    "latency": "--help",
+    "export": "model again",
+    "report": "model --output=page --sweep=none",
+    "run": f"--config=digits --workdir=mine {SMALL}",
+    "paper": f"--benchmarks=digits --learners=cumulative_lora --seeds=1 {SMALL}",
 }
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_runs_files_of_the_current_folder(name, stranger, cache):
-    run_in(stranger, cache, "-m", "fdc_jax", *COMMANDS[name])
+    run_in(stranger, cache, "-m", "fdc_jax", name, *COMMANDS[name].split())
 
 
 @pytest.mark.ci

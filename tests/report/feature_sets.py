@@ -16,16 +16,15 @@ def feature_set(kind="linear", dual=True, final=False, test_size=90, **options):
         # Rows in descending order of labels, so that rows and classes are not the same thing.
         last = task.first + len(task.weight) - 1
         changed = task._replace(weight=task.weight + 0.1, bias=task.bias - 0.2)
-        made.append(
-            TaskFeatures(
-                task.adapted,
-                task.pretrained if dual else None,
-                last - task.rows,
-                streams.head_of(task, kind),
-                np.arange(last, task.first - 1, -1),
-                streams.head_of(changed, kind) if final else None,
-            )
+        features = TaskFeatures(
+            adapted=task.adapted,
+            pretrained=task.pretrained if dual else None,
+            labels=last - task.rows,
+            head=streams.head_of(task, kind),
+            classes=np.arange(last, task.first - 1, -1),
+            final_head=streams.head_of(changed, kind) if final else None,
         )
+        made.append(features)
     return FeatureSet(tuple(made), adapted, pretrained if dual else None, labels)
 
 
@@ -43,25 +42,20 @@ def probes(tasks, size):
     rng = np.random.default_rng(7)
     labels = np.concatenate([task.first + len(task.weight) - 1 - task.rows for task in tasks])
     pick = rng.permutation(len(labels))[:size]
-    views = [
-        np.concatenate([getattr(task, name) for task in tasks])[pick]
-        for name in ("adapted", "pretrained")
-    ]
-    noisy = [view + 0.3 * rng.normal(size=view.shape) for view in views]
-    return *(view.astype(np.float32) for view in noisy), labels[pick]
-
-
-def rows_of(task):
-    """Returns the head row of every training image."""
-    return np.array([list(task.classes).index(label) for label in task.labels])
+    views = []
+    for name in ("adapted", "pretrained"):
+        view = np.concatenate([getattr(task, name) for task in tasks])[pick]
+        views.append((view + 0.3 * rng.normal(size=view.shape)).astype(np.float32))
+    return *views, labels[pick]
 
 
 def reference_of(features, kind="linear", final=False, **settings):
     """Returns the reference on the heads of the tasks' own time, or on the final ones."""
     tasks = []
     for task in features.tasks:
-        own = task.final_head if final else task.head
-        bias, scale = getattr(own, "bias", None), getattr(own, "scale", 1.0)
-        head = reference.Head(kind, own.weight, bias, scale)
-        tasks.append((task.adapted, rows_of(task), head, task.pretrained))
+        head = task.final_head if final else task.head
+        bias, scale = getattr(head, "bias", None), getattr(head, "scale", 1.0)
+        head = reference.Head(kind, head.weight, bias, scale)
+        rows = np.array([list(task.classes).index(label) for label in task.labels])
+        tasks.append((task.adapted, rows, head, task.pretrained))
     return reference.Reference(tasks, **settings)

@@ -16,16 +16,19 @@ from fdc_jax.report.runs import Group
 from fdc_jax.run import records
 from fdc_jax.run.configuration import PLANNED
 
-# What a run by the paper's protocol has in its configuration.
+# The configuration of a run by the paper's protocol.
 PROTOCOL = {
     **paper.NUMBERS["protocol"]["fields"],
     **paper.NUMBERS["protocol"]["unstated"],
 }
 
 COMPONENTS = tuple(paper.COMPONENT_TITLES)
-SWEPT = [f"attenuation={value:g}" for value in (0, 0.25, 0.5, 0.75, 1)]
-SWEPT += [f"retained_energy={value:g}" for value in (0.5, 0.65, 0.75, 0.85, 0.95)]
-SWEPT += [f"{name}={count}" for name in ("neighbours", "nearest") for count in (1, 2, 10)]
+SWEPT = """
+attenuation=0 attenuation=0.25 attenuation=0.5 attenuation=0.75 attenuation=1
+retained_energy=0.5 retained_energy=0.75 retained_energy=0.95
+neighbours=1 neighbours=2 neighbours=10 nearest=1 nearest=2 nearest=10
+""".split()
+SIMILARITIES = "adapted_residual adapted_affinity pretrained_residual pretrained_affinity".split()
 METHODS = ("raw", "fdc", "gaussians")
 
 
@@ -54,45 +57,37 @@ def results(
 ) -> dict[str, Any]:
     """Content of a results.json; accuracies follow from seed, benchmark and learner.
 
-    `num_tasks` is that of the curve, and of benchmarks that the paper does not have.
+    Every task costs a point of accuracy.
     """
     rng = np.random.default_rng([seed, len(learner), len(benchmark)])
     raw = 60.0 + 5 * rng.random()
     components = {"raw": raw} | {name: raw + 5 * rng.random() for name in COMPONENTS[1:]}
-    own = {"tasks": num_tasks, "classes": 3 * num_tasks}
-    own |= {"train": 30 * num_tasks, "test": 30 * num_tasks}
-    sizes = paper.sizes(benchmark) or own
-
-    def point(lost: float) -> dict[str, Any]:
-        """Accuracies, so much below the ones after the first task."""
-        lower = {name: value + 9 - lost for name, value in components.items()}
+    curve = []
+    for task in range(num_tasks):
+        lower = {name: value + num_tasks - 1 - task for name, value in components.items()}
         by_method = {"raw": lower["raw"], "fdc": lower["full"], "gaussians": lower["full"] + 1}
-        return {
-            "accuracy": by_method | {"oracle": 95.0},
+        accuracy = by_method | {"oracle": 95.0}
+        point = {
+            "accuracy": accuracy,
             "routing_accuracy": {name: value + 0.5 for name, value in by_method.items()},
             "components": lower,
         }
-
-    curve = []
-    for task in range(num_tasks):
-        found = point(task)
-        by_task = {name: [value] * (task + 1) for name, value in found["accuracy"].items()}
-        curve.append({"task": task} | found | {"task_accuracy": by_task})
-    accuracies = np.array([[each["accuracy"][name] for name in METHODS] for each in curve])
-    found = {
+        by_task = {name: [value] * (task + 1) for name, value in accuracy.items()}
+        curve.append({"task": task, "task_accuracy": by_task} | point)
+    images = paper.sizes(benchmark) or dict.fromkeys(("train", "test"), 30 * num_tasks)
+    averages = pd.DataFrame([point["accuracy"] for point in curve])[[*METHODS]].mean()
+    content = {
         "benchmark": benchmark,
         "split": "official",
         "learner": learner,
         "seed": seed,
         "class_order_seed": 1993,
-        "num_tasks": sizes["tasks"],
-        "num_classes": sizes["classes"],
-        "num_train_images": sizes["train"],
-        "num_test_images": sizes["test"],
-        **point(9),
-        "average_incremental_accuracy": dict(
-            zip(METHODS, accuracies.mean(axis=0).tolist(), strict=True)
-        ),
+        "num_tasks": num_tasks,
+        "num_classes": 3 * num_tasks,
+        "num_train_images": images["train"],
+        "num_test_images": images["test"],
+        **point,
+        "average_incremental_accuracy": averages.to_dict(),
         "curve": curve,
         "notes": {"gaussians": "class Gaussians with drift compensation"},
         "storage_bytes": {"raw": 0, "fdc": 3 * 2**20, "gaussians": 6 * 2**20},
@@ -116,35 +111,29 @@ def results(
         "config": PROTOCOL | {"learner.name": learner, "seed": [seed]} | (config or {}),
         "versions": {"commit": "0123abcd", "jax": "0.10.2"},
     }
-    return found | changed
+    return content | changed
 
 
-def write_run(folder, found=None, columns=None, **arguments):
-    """Writes a run folder and returns its results."""
-    found = results(**arguments) if found is None else found
+def write_run(folder, content=None, columns=None, **arguments):
+    """Writes a run folder with a `results.json`, by default that of `results(**arguments)`."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {"benchmark": "digits", "learner.name": "loda", "weights sha256": "ab" * 32}
     fields[PLANNED] = [3]
     (folder / "config.json").write_text(json.dumps(fields))
-    (folder / "results.json").write_text(json.dumps(found))
+    (folder / "results.json").write_text(json.dumps(content or results(**arguments)))
     if columns is not None:
         np.savez(folder / "predictions.npz", **columns)
-    return found
 
 
 class MadeUpRun:
-    """What `fdc_jax.open_run` returns, without files."""
+    """A run as `fdc_jax.open_run` returns it, without files."""
 
-    def __init__(self, folder: Path, results: dict[str, Any]):
-        self.folder, self.results = folder, convert(results, records.Results)
-        self.predictions_file = Path(__file__)  # one that is there
+    def __init__(self, folder: Path, content: dict[str, Any]):
+        self.folder, self.results = folder, convert(content, records.Results)
+        self.features_folder = folder / "features"  # missing
+        self.predictions_file = Path(__file__)  # one that exists
         self.predictions = predictions(self.results.seed, self.results.num_tasks)
         self.class_names = ()
-
-    @property
-    def features_folder(self):
-        """The folder of saved features, which is missing."""
-        return self.folder / "features"
 
     def read_latency(self):
         """Of a run whose inference was not timed."""
@@ -158,32 +147,27 @@ def run(
     num_tasks: int = 4,
     **config: Any,
 ) -> MadeUpRun:
-    """A finished run of so many tasks; `config` is what differs from the paper's protocol."""
-    found = results(benchmark, learner, seed, num_tasks)
-    found["config"] = PROTOCOL | {"learner.name": learner, "seed": [seed], **config}
-    sizes = {"num_classes": 3 * num_tasks, "num_test_images": 30 * num_tasks}
-    found |= {"num_tasks": num_tasks, "num_train_images": 50_000, **sizes}
-    if benchmark in paper.benchmarks():
-        found["num_test_images"] = paper.sizes(benchmark)["test"]
-        found["num_train_images"] = paper.sizes(benchmark)["train"]
-    return MadeUpRun(Path(f"runs/{benchmark}_{learner}/seed_{seed}"), found)
+    """A finished run; `config` has the fields that differ from the paper's protocol."""
+    content = results(benchmark, learner, seed, num_tasks, config)
+    return MadeUpRun(Path(f"runs/{benchmark}_{learner}/seed_{seed}"), content)
 
 
 def groups(*members: MadeUpRun) -> list[Group]:
-    """Groups of runs; three seeds of one protocol run without any."""
+    """Groups of runs, by default of three seeds by the paper's protocol."""
     return runs.group(members or [run(seed) for seed in (1, 2, 3)])
 
 
 def analysed(*members: MadeUpRun) -> list[Group]:
-    """The same with every analysis."""
-    analysed = []
+    """Groups of runs with every analysis."""
+    analysed_groups = []
     for group in groups(*members):
         rng = np.random.default_rng(len(group.runs))
         swept = {name: 70 + rng.normal(size=len(group.runs)) for name in SWEPT}
         of_runs = [_analyses(run) for run in group.runs]
         analyses = {name: [of[name] for of in of_runs] for name in of_runs[0]}
-        analysed.append(dataclasses.replace(with_numbers(group, swept), analyses=analyses))
-    return analysed
+        group = dataclasses.replace(with_numbers(group, swept), analyses=analyses)
+        analysed_groups.append(group)
+    return analysed_groups
 
 
 def with_numbers(group: Group, values: Mapping[str, Sequence[float]]) -> Group:
@@ -191,40 +175,31 @@ def with_numbers(group: Group, values: Mapping[str, Sequence[float]]) -> Group:
     numbers = group.numbers
     for name, by_seed in values.items():
         calibrator, quantity = quantities.parse(name)
-        of = numbers["calibrator"].eq(calibrator) & numbers["quantity"].eq(quantity)
+        replaced = numbers["calibrator"].eq(calibrator) & numbers["quantity"].eq(quantity)
         labels = {"benchmark": group.benchmark, "learner": group.learner, "settings": group.title}
         labels |= {"calibrator": calibrator, "quantity": quantity}
         rows = pd.DataFrame({"seed": group.seeds, "value": by_seed}).assign(**labels)
-        numbers = pd.concat([numbers[~of], rows], ignore_index=True)
+        numbers = pd.concat([numbers[~replaced], rows], ignore_index=True)
     return dataclasses.replace(group, numbers=numbers)
 
 
-def _analyses(of: MadeUpRun) -> dict[str, Any]:
-    count, seed = of.results.num_tasks, of.results.seed
-    rng = np.random.default_rng([7, seed])
+def _analyses(run: MadeUpRun) -> dict[str, Any]:
+    count = run.results.num_tasks
+    rng = np.random.default_rng([7, run.results.seed])
     tasks = np.arange(count)
-    pairs = pd.MultiIndex.from_tuples([(s, t) for s in tasks for t in tasks if s != t])
-    error = rng.gamma(1.0, 4.0, len(pairs))
-    alike = {
-        f"{view}_{kind}": scale * error - 6 + noise * rng.normal(size=len(pairs))
-        for view, noise in (("adapted", 3.0), ("pretrained", 6.0))
-        for kind, scale in (("residual", 1.0), ("affinity", 0.2))
-    }
+    pairs = pd.MultiIndex.from_arrays(np.nonzero(~np.eye(count, dtype=bool)))
+    similarity = pd.DataFrame({"error": rng.gamma(1.0, 4.0, len(pairs))}, pairs)
+    for name in SIMILARITIES:
+        similarity[name] = similarity["error"] + 5 * rng.normal(size=len(pairs))
     grid = np.linspace(-3, 8, 40)
-    densities = {
-        head: pd.DataFrame(
-            {t: stats.norm.pdf(grid, 0.5 if t == own else 3 + 0.3 * t) for t in range(count)}, grid
-        )
-        for head, own in (("first", 0), ("last", count - 1))
-    }
+    densities = pd.DataFrame({task: stats.norm.pdf(grid, task) for task in range(count)}, grid)
+    by_head = {"first": densities, "last": densities}
     prototypes = pd.DataFrame(rng.normal(size=(4 * count, 2)), columns=["x", "y"])
     prototypes["task"] = np.concatenate([np.repeat(tasks, 3), tasks])
     prototypes["label"] = np.concatenate([np.arange(3 * count), np.full(count, -1)])
-    contributions = {"own": rng.normal(-0.2, 0.1, count), "foreign": rng.normal(0.6, 0.2, count)}
-
     return {
-        "similarity": pd.DataFrame({"error": error} | alike, pairs),
-        "residual_contributions": pd.DataFrame(contributions),
-        "residual_distributions": {"adapted": densities, "pretrained": densities},
+        "similarity": similarity,
+        "residual_contributions": pd.DataFrame({"own": rng.random(count), "foreign": 0.6}),
+        "residual_distributions": {"adapted": by_head, "pretrained": by_head},
         "prototype_geometry": {"adapted": prototypes, "pretrained": prototypes},
     }

@@ -1,4 +1,4 @@
-"""What is computed anew from the features of a run: sweeps, and what is missing."""
+"""Numbers computed from the features of a run: diagnostics and sweeps, and why some are missing."""
 
 import dataclasses
 import os
@@ -15,57 +15,51 @@ from tests.report.feature_sets import feature_set, reference_of, write_features
 from tests.report.made_up import write_run
 
 
-def routed(features, **settings):
-    """Tasks and labels that the reference in float64 gives the test images."""
+def accuracy(features, **settings):
+    """The accuracy of the reference in float64 on the test images, in percent."""
     fitted = reference_of(features, **settings)
     scores, rows = fitted.score(features.test_adapted, features.test_pretrained)
-    task = scores.argmax(axis=1)
-    labels = [features.tasks[t].classes[row[t]] for t, row in zip(task, rows, strict=True)]
-    return task, np.array(labels)
+    right = []
+    for task, row, label in zip(scores.argmax(axis=1), rows, features.test_labels, strict=True):
+        right.append(features.tasks[task].classes[row[task]] == label)
+    return pytest.approx(100 * np.mean(right))
 
 
 @pytest.mark.parametrize(
-    ("parameter", "value", "keyword"),
+    ("values", "settings"),
     [
-        ("attenuation", 1.0, "gamma"),
-        ("retained_energy", 0.95, "eta"),
-        ("neighbours", 2, "neighbours"),
+        (("attenuation", [1.0]), {"attenuation=1": {"gamma": 1.0}}),
+        (("retained_energy", [0.95]), {"retained_energy=0.95": {"eta": 0.95}}),
+        (
+            ("neighbours", [2]),
+            {"neighbours=2": {"neighbours": 2}, "nearest=2": {"neighbours": 2, "nearest": True}},
+        ),
     ],
 )
-def test_a_sweep_is_the_reference_at_its_value(tmp_path, parameter, value, keyword):
+def test_a_sweep_is_the_reference_at_its_value(tmp_path, values, settings):
     features = feature_set()
     write_features(tmp_path, features)
-    found = analysis.swept(tmp_path, {}, [(parameter, [value])])
-    expected = {f"{parameter}={value:g}": {keyword: value}}
-    if parameter == "neighbours":
-        expected["nearest=2"] = {"neighbours": 2, "nearest": True}
-    assert found == {
-        name: pytest.approx(100 * np.mean(routed(features, **of)[1] == features.test_labels))
-        for name, of in expected.items()
-    }
+    expected = {name: accuracy(features, **of) for name, of in settings.items()}
+    assert analysis.swept(tmp_path, {}, [values]) == expected
 
 
 @pytest.mark.parametrize("dual", [True, False])
 def test_validation_images_are_swept_beside_test_images(tmp_path, dual):
-    features, other = feature_set(dual=dual), feature_set(dual=dual, test_size=40)
+    features = feature_set(dual=dual)
     write_features(tmp_path, features)
-    without = analysis.swept(tmp_path, {}, [("retained_energy", [0.5, 0.95])])
-    held_out = [other.test_adapted[10:], None, other.test_labels[10:]]
-    if dual:
-        held_out[1] = other.test_pretrained[10:]
+    arrays = features.test_adapted, features.test_pretrained, features.test_labels
+    held_out = [array if array is None else array[:40] for array in arrays]
     write_test(tmp_path / "validation", *held_out)
-    found = analysis.swept(tmp_path, {}, [("retained_energy", [0.5, 0.95])])
-    names = dict(zip(("test_adapted", "test_pretrained", "test_labels"), held_out, strict=True))
-    validation = features._replace(**names)
-    expected = {
-        f"validation_retained_energy={eta:g}": 100
-        * np.mean(routed(validation, eta=eta)[1] == validation.test_labels)
-        for eta in (0.5, 0.95)
-    }
-    assert found == without | {name: pytest.approx(value) for name, value in expected.items()}
+    names = ("test_adapted", "test_pretrained", "test_labels")
+    validation = features._replace(**dict(zip(names, held_out, strict=True)))
+    expected = {}
+    for eta in (0.5, 0.95):
+        expected[f"retained_energy={eta:g}"] = accuracy(features, eta=eta)
+        expected[f"validation_retained_energy={eta:g}"] = accuracy(validation, eta=eta)
+    assert analysis.swept(tmp_path, {}, [("retained_energy", [0.5, 0.95])]) == expected
 
 
-def test_a_report_does_not_repeat_the_warning_about_a_head_like_chance(tmp_path, caplog):
+def test_a_report_does_not_repeat_the_warning_about_heads(tmp_path, caplog):
     features = feature_set()
     write_features(tmp_path, features)
     features.fit(calibration.make("fdc"))
@@ -76,23 +70,22 @@ def test_a_report_does_not_repeat_the_warning_about_a_head_like_chance(tmp_path,
 
 
 def test_flags_name_settings_with_their_values():
-    found = analysis.sweep_of(["attenuation:0.1,0.3", "neighbours"])
-    assert found == {"attenuation": [0.1, 0.3], "neighbours": ()}
+    sweep = analysis.sweep_of(["attenuation:0.1,0.3", "neighbours"])
+    assert sweep == {"attenuation": [0.1, 0.3], "neighbours": ()}
     assert analysis.sweep_of(["all"]) == analysis.VALUES and analysis.sweep_of(["none"]) == {}
     for flag in ("gamma", "attenuation:1.5", "neighbours:1.5", "attenuation:x"):
         with pytest.raises(InputError, match=f"--sweep: expected one of attenuation.*{flag}"):
             analysis.sweep_of([flag])
 
 
-def analysed(folder, features, sweep=None, seeds=(1, 2), neighbours=2):
+def load(folder, features, seeds=(1,), neighbours=2):
     """A group of runs with these features."""
     for seed in seeds:
         config = {"fdc.neighbours": neighbours}
         write_run(folder / f"seed_{seed}", benchmark="digits", seed=seed, config=config)
         if features is not None:
             write_features(folder / f"seed_{seed}" / "features", features)
-    (group,) = runs.load([folder])[0]
-    return runs.analyse(group, sweep)
+    return runs.load([folder])[0][0]
 
 
 def swept_of(group):
@@ -100,26 +93,26 @@ def swept_of(group):
     return {name for name in group.numbers["quantity"] if "=" in name}
 
 
-def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
-    group = analysed(tmp_path, feature_set())
+def test_every_seed_is_analysed_and_the_first_has_distributions(tmp_path):
+    group = load(tmp_path, feature_set(), seeds=(1, 2))
+    # Another learner is swept if asked to be.
+    other = dataclasses.replace(group, learner="loda")
+    group = runs.analyse(group)
     assert group.missing == []
-    counts = {name: len(found) for name, found in group.analyses.items()}
-    assert counts == {
+    assert {name: len(seeds) for name, seeds in group.analyses.items()} == {
         "similarity": 2,
         "residual_contributions": 2,
         "residual_distributions": 1,
         "prototype_geometry": 1,
     }
-    values = [f"{name}={value:g}" for name, of in analysis.VALUES.items() for value in of]
-    values += [f"{name}={count}" for name in ("neighbours", "nearest") for count in (1, 2)]
-    assert swept_of(group) == {*values}
+    expected = {"neighbours=1", "neighbours=2", "nearest=1", "nearest=2"}
+    for name, values in analysis.VALUES.items():
+        expected |= {f"{name}={value:g}" for value in values}
+    assert swept_of(group) == expected
     rank = stats.spearmanr(*group.analyses["similarity"][0][["adapted_affinity", "error"]].T.values)
     assert group.values("adapted_affinity", "correlation")[1] == pytest.approx(rank.statistic)
-    own = group.analyses["residual_contributions"][1]["own"]
-    assert group.values("own", "contribution")[2] == pytest.approx(own.mean())
-    # Another learner is swept if asked to be.
-    (other,) = runs.load([tmp_path])[0]
-    other = dataclasses.replace(other, learner="loda")
+    contributions = group.analyses["residual_contributions"][1]["own"]
+    assert group.values("own", "contribution")[2] == pytest.approx(contributions.mean())
     assert not swept_of(runs.analyse(other))
     other = runs.analyse(other, {"attenuation": [0.1]})
     assert len(other.values("fdc", "attenuation=0.1")) == 2
@@ -128,29 +121,18 @@ def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
 def test_neighbours_are_no_more_than_the_classes_with_images(tmp_path):
     features = feature_set()
     *others, last = features.tasks
-    kept = last.labels == last.classes[0]
-    views = {name: getattr(last, name)[kept] for name in ("adapted", "pretrained", "labels")}
-    features = features._replace(tasks=(*others, last._replace(**views)))
-    group = analysed(tmp_path, features, {"neighbours": ()}, (1,), neighbours=1)
+    one_class = last.labels == last.classes[0]
+    names = ("adapted", "pretrained", "labels")
+    last = last._replace(**{name: getattr(last, name)[one_class] for name in names})
+    group = load(tmp_path, features._replace(tasks=(*others, last)), neighbours=1)
+    group = runs.analyse(group, {"neighbours": ()})
     assert swept_of(group) == {"neighbours=1", "nearest=1"}
 
 
-def test_features_and_code_that_stay_are_not_fitted_again(tmp_path, monkeypatch):
-    sweep = {"attenuation": [0.25]}
-    analysed(tmp_path, feature_set(), sweep, seeds=(1,))
-    (group,) = runs.load([tmp_path])[0]
-    monkeypatch.setattr(analysis, "_fitted", None)
-    group = runs.analyse(group, sweep)
-    assert group.missing == [] and group.has("fdc", "attenuation=0.25")
-    write_features(tmp_path / "seed_1" / "features", feature_set())
-    with pytest.raises(TypeError):
-        runs.analyse(group, sweep)
-
-
-def test_what_a_run_does_not_allow_is_missing_with_the_reason(tmp_path):
-    group = analysed(tmp_path / "a", feature_set(tasks=1), {}, seeds=(1,))
+def test_missing_analyses_have_a_reason(tmp_path):
+    group = runs.analyse(load(tmp_path / "a", feature_set(tasks=1)), {})
     assert group.missing == ["no similarity: a single task"]
-    group = analysed(tmp_path / "b", None)
+    group = runs.analyse(load(tmp_path / "b", None))
     (reason,) = group.missing
     assert group.analyses == {} and "no diagnostics or sweeps: no saved features" in reason
 
@@ -162,19 +144,25 @@ def test_results_do_without_a_cache_that_cannot_be_written(tmp_path, monkeypatch
     assert len(analysis._kept(analysis._untrained, tmp_path)[1]) == len(analysis.UNTRAINED)
 
 
-def labels_seen(folder):
+def labels_read(folder):
+    """Reads the labels, and notes that it was called."""
+    with open(folder.parent / "calls", "a") as file:
+        file.write("x")
     return np.load(folder / "test_labels.npy")
 
 
 def test_analyses_follow_features_whose_dates_stay(tmp_path, monkeypatch):
-    features = feature_set()
+    """They are repeated only if the features have changed."""
+    features, folder = feature_set(), tmp_path / "features"
     monkeypatch.setattr(analysis, "user_cache", lambda: tmp_path / "cache")
-    write_features(tmp_path / "features", features)
-    path = tmp_path / "features" / "test_labels.npy"
+    write_features(folder, features)
+    for _ in range(2):
+        labels = analysis._kept(labels_read, folder)
+        np.testing.assert_array_equal(labels, features.test_labels)
+    path = folder / "test_labels.npy"
     status = path.stat()
-    before = analysis._kept(labels_seen, tmp_path / "features")
-    np.testing.assert_array_equal(before, features.test_labels)
     np.save(path, features.test_labels[::-1])
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    actual = analysis._kept(labels_seen, tmp_path / "features")
-    np.testing.assert_array_equal(actual, features.test_labels[::-1])
+    labels = analysis._kept(labels_read, folder)
+    np.testing.assert_array_equal(labels, features.test_labels[::-1])
+    assert (tmp_path / "calls").read_text() == "xx"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fdc_jax.report import classes, pictures, tables
 from fdc_jax.report import page as page_of
+from fdc_jax.report import pictures, tables
 from tests.report import made_up, test_classes, test_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -24,9 +24,9 @@ def report(tmp_path_factory):
     long = "a_very_long_name_of_a_learner_" * 4
     members = [made_up.run(1, num_tasks=11), made_up.run(1, learner=long)]
     kinds = ("accuracy_curve", "task_confusion", "task_identity")
-    found = [test_page.material(), test_page.material(long)]
-    tables = [test_page.table(), test_page.table("other", long, long)]
-    text = test_page.rendered(members, tables, None, kinds, found)
+    shown = [test_page.material(), test_page.material(long)]
+    built = [test_page.table(), test_page.table("other", long, long)]
+    text = test_page.rendered(members, built, None, kinds, shown)
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(text, encoding="utf-8")
     return path.as_uri()
@@ -35,13 +35,13 @@ def report(tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser():
     """A headless Chromium."""
-    asked = os.environ.get("CHROMIUM")
-    found = next((p for name in ([asked] if asked else NAMES) if (p := shutil.which(name))), None)
-    if found is None:
+    names = [os.environ["CHROMIUM"]] if "CHROMIUM" in os.environ else NAMES
+    paths = [*filter(None, map(shutil.which, names))]
+    if not paths:
         pytest.skip(f"needs Chromium: $CHROMIUM, or one of {', '.join(NAMES)} on the path")
     api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     with api.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        opened = started.chromium.launch(executable_path=paths[0], args=["--no-sandbox"])
         yield opened
         opened.close()
 
@@ -50,23 +50,23 @@ def browser():
 def test_the_page_fits_every_screen(browser, report, width, height, scheme):
     size = {"width": width, "height": height}
     page = browser.new_page(viewport=size, color_scheme=scheme)
-    said, asked = [], []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
+    messages, requests = [], []
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
     page.goto(report)
-    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     # Nothing is cut off: what is wider has a box of its own that scrolls.
     outside = page.evaluate(
-        "[...document.querySelectorAll('body *')].filter(each => !each.closest('.scroll, .unseen') "
-        "&& !each.classList.contains('skip') && each.getBoundingClientRect().right > innerWidth + 1"
-        ").map(each => each.outerHTML.slice(0, 80))"
+        "[...document.querySelectorAll('body *')].filter(it => !it.closest('.scroll, .unseen') "
+        "&& !it.classList.contains('skip') && it.getBoundingClientRect().right > innerWidth + 1"
+        ").map(it => it.outerHTML.slice(0, 80))"
     )
     assert outside == []
     clipped = page.evaluate(
-        "[...document.querySelectorAll('.headline, .picture, .tasks, pre')].filter(each => "
-        "each.scrollWidth > each.clientWidth + 1).map(each => each.className)"
+        "[...document.querySelectorAll('.headline, .picture, .tasks, pre')].filter(it => "
+        "it.scrollWidth > it.clientWidth + 1).map(it => it.className)"
     )
     assert clipped == []
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
@@ -74,7 +74,9 @@ def test_the_page_fits_every_screen(browser, report, width, height, scheme):
     ground = pixels[-1, -1]
     assert (ground.mean() < 60) if scheme == "dark" else (ground.mean() > 240)
     assert np.abs(pixels - ground).max() > 150  # something is written that stands out
-    assert said == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert (
+        messages == [] and [url for url in requests if not url.startswith(("file:", "data:"))] == []
+    )
     page.close()
 
 
@@ -86,7 +88,7 @@ def test_numbers_of_one_benchmark_are_seen_on_a_telephone(browser, tmp_path, ben
     path.write_text(test_page.rendered(members, built, kinds=()), encoding="utf-8")
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.goto(path.as_uri())
-    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    page.evaluate("document.querySelectorAll('details').forEach(it => it.open = true)")
     # The right end of the first number of every row, in tables with columns by benchmark.
     ends = page.evaluate(
         "[...document.querySelectorAll('#tables tbody tr')].map(row => "
@@ -165,19 +167,19 @@ def test_predictions_are_filtered_and_sorted_without_a_script(browser, tmp_path)
 
 
 def test_a_click_at_a_pair_shows_its_pictures(browser, tmp_path):
-    of = test_classes.group()
-    of.runs[0].class_names = ("a_very_long_name_" * 4,) * 6
-    found = classes.load(of)
+    run = test_classes.small_run(tmp_path)
+    run.class_names = ("a_very_long_name_" * 4,) * 6
+    group, _, pictured = test_classes.load(run)
     path = tmp_path / "classes.html"
-    path.write_text(page_of.render_classes(of, classes.with_pictures(found, of)), "utf-8")
+    path.write_text(page_of.render_classes(group, pictured), "utf-8")
     page = browser.new_page(viewport={"width": 390, "height": 844})
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
+    messages: list[str] = []
+    page.on("console", lambda message: messages.append(message.text))
     page.goto(path.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.inner_text("#count") == "3 pictures"
     page.click("rect[data-pair='0,3']")
     assert page.inner_text("#count") == "2 pictures" and page.input_value("#said") == "3"
     page.select_option("#is", "3")
-    assert page.inner_text("#count") == "0 pictures" and said == []
+    assert page.inner_text("#count") == "0 pictures" and messages == []
     page.close()

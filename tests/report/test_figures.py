@@ -11,18 +11,18 @@ from tests.report import made_up
 
 
 @pytest.fixture(scope="module")
-def protocol():
-    """Three seeds of a protocol run, and their analyses."""
-    return made_up.analysed()
+def group():
+    """Three seeds of a run by the protocol, and their analyses."""
+    return made_up.analysed()[0]
 
 
 @pytest.fixture(scope="module")
-def drawn(protocol):
-    """Every figure of these, by kind."""
-    return {each.kind: each for each in figures.draw(protocol)}
+def drawn(group):
+    """Every figure of the group, by kind."""
+    return {drawing.kind: drawing for drawing in figures.draw([group])}
 
 
-def the_line(axes, gid):
+def line_of(axes, gid):
     (line,) = [line for line in axes.lines if line.get_gid() == gid]
     return line
 
@@ -31,43 +31,30 @@ def texts(figure):
     return [text.get_text() for text in figure.findobj(Text)]
 
 
-def over_seeds(found):
-    """Mean and deviation over seeds of columns of an analysis."""
-    return np.mean(found, axis=0), np.std(found, axis=0, ddof=1)
-
-
-def check_band(axes, gid, expected, index=0):
+def check_band(axes, gid, values, index=0):
     """A line is the mean over seeds, and its band one standard deviation around it."""
-    mean, std = expected
-    line = the_line(axes, gid)
+    mean, std = np.mean(values, axis=0), np.std(values, axis=0, ddof=1)
+    line = line_of(axes, gid)
     assert line.get_ydata() == pytest.approx(mean)
-    band = [each for each in axes.collections if isinstance(each, PolyCollection)][index]
-    points = band.get_paths()[0].vertices
+    bands = [band for band in axes.collections if isinstance(band, PolyCollection)]
+    points = bands[index].get_paths()[0].vertices
     for x, low, high in zip(line.get_xdata(), mean - std, mean + std, strict=True):
         ys = points[np.isclose(points[:, 0], x), 1]
-        assert (min(ys), max(ys)) == (pytest.approx(low), pytest.approx(high))
+        assert [min(ys), max(ys)] == pytest.approx([low, high])
 
 
-# Lists of learners --------------------------------------------------------------------------------
-
-
-def test_accuracies_stand_where_they_belong(protocol, drawn):
-    # All others are drawn of one group.
+def test_final_accuracies_of_groups_stand_in_their_rows(drawn):
     kinds = ("similarity", "residual_contributions", "residual_distributions")
     assert [*drawn] == [*figures.OF_A_RUN, *kinds, "prototype_geometry", "sweeps"]
-    members = [made_up.run(seed) for seed in (1, 2, 3)] + [made_up.run(1, "digits")]
-    group, _ = groups = made_up.groups(*members)
-    figure = figures.task_identity(groups)
+    group, other = made_up.groups(*map(made_up.run, (1, 2, 3)), made_up.run(1, "digits"))
+    figure = figures.task_identity([group, other])
     (axes,) = figure.axes
-    assert axes.get_xlabel() == "Final accuracy (%)"
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels == ["Cumulative-LoRA, CIFAR-100", "Cumulative-LoRA, Digits"]
     for name, (colour, _) in drawing.looks((*made_up.METHODS, "oracle")).items():
-        point = the_line(axes, f"{name}-0")
+        point = line_of(axes, f"{name}-0")
         assert point.get_xdata() == pytest.approx([np.mean(group.values(name))])
-        assert point.get_color() == colour
-    titles = {"Raw", "FDC", "Task given", formatting.method_title("gaussians")}
-    assert titles <= set(texts(figure))
+        assert point.get_color() == colour and formatting.method_title(name) in texts(figure)
 
 
 def test_four_matrices_stand_two_by_two():
@@ -79,19 +66,15 @@ def test_four_matrices_stand_two_by_two():
     assert rows == [0, 0, 1, 1]
 
 
-# One run ------------------------------------------------------------------------------------------
-
-
-def test_the_curve_is_the_mean_with_one_standard_deviation(protocol, drawn):
-    (group,), (axes,) = protocol, drawn["accuracy_curve"].figure.axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Tasks learned", "Accuracy (%)")
+def test_the_curve_is_the_mean_with_one_standard_deviation(group, drawn):
+    (axes,) = drawn["accuracy_curve"].figure.axes
+    curve = figures.curve(group)
     for index, name in enumerate((*made_up.METHODS, "oracle")):
-        values = [[p.accuracy[name] for p in run.results.curve] for run in group.runs]
-        check_band(axes, name, over_seeds(values), index)
-        assert list(the_line(axes, name).get_xdata()) == [1, 2, 3, 4]
+        check_band(axes, name, curve[name].unstack("task"), index)
+        assert list(line_of(axes, name).get_xdata()) == [1, 2, 3, 4]
 
 
-def test_a_curve_needs_two_evaluated_tasks_and_one_seed_has_no_band():
+def test_curves_need_two_evaluated_tasks_and_bands_two_seeds():
     run = made_up.run(1)
     (group,) = made_up.groups(run)
     assert not figures.accuracy_curve(group).axes[0].collections
@@ -99,35 +82,31 @@ def test_a_curve_needs_two_evaluated_tasks_and_one_seed_has_no_band():
     assert figures.accuracy_curve(group) is None
 
 
-# Diagnostics and sweeps ---------------------------------------------------------------------------
-
-
-def test_similarity_is_the_mean_over_seeds(protocol, drawn):
-    (group,) = protocol
+def test_similarity_is_the_mean_over_seeds(group, drawn):
     residual, affinity = drawn["similarity"].figure.axes
     seeds = group.analyses["similarity"]
-    for axes, kind in ((residual, "residual"), (affinity, "affinity")):
-        for view in ("adapted", "pretrained"):
-            points, name = the_line(axes, view), f"{view}_{kind}"
-            assert points.get_xdata() == pytest.approx(np.mean([s[name] for s in seeds], axis=0))
-            assert points.get_ydata() == pytest.approx(np.mean([s.error for s in seeds], axis=0))
-    assert residual.get_ylabel() == "Routing error (%)"
-    rank = np.mean([stats.spearmanr(s.adapted_affinity, s.error).statistic for s in seeds])
-    assert f"adapted view, ρ = {rank:.2f}" in texts(affinity)
+    mean = sum(seeds) / len(seeds)
+    for name in made_up.SIMILARITIES:
+        view, kind = name.split("_")
+        points = line_of({"residual": residual, "affinity": affinity}[kind], view)
+        assert points.get_xdata() == pytest.approx(mean[name])
+        assert points.get_ydata() == pytest.approx(mean["error"])
+    ranks = [stats.spearmanr(of.adapted_affinity, of.error).statistic for of in seeds]
+    assert f"adapted view, ρ = {np.mean(ranks):.2f}" in texts(affinity)
 
 
-def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
-    (group,) = protocol
-    defaults = {"attenuation": 0.5, "retained_energy": 0.75, "neighbours": 1}
-    for axes, (name, own) in zip(drawn["sweeps"].figure.axes, defaults.items(), strict=True):
-        for index, column in enumerate((name, *["nearest"] * (name == "neighbours"))):
-            names = [each for each in made_up.SWEPT if each.startswith(f"{column}=")]
-            accuracies = np.array([group.values("fdc", each) for each in names]).T
-            check_band(axes, column, over_seeds(accuracies), index)
-            values = [float(each.partition("=")[2]) for each in names]
-            assert the_line(axes, column).get_xdata() == pytest.approx(values)
-        default = the_line(axes, "default")
-        assert (default.get_xdata()[0], default.get_linestyle()) == (own, ":")
+def test_sweeps_are_means_with_the_default_dotted(group, drawn):
+    axes = dict(zip(figures._SWEPT, drawn["sweeps"].figure.axes, strict=True))
+    axes["nearest"] = axes["neighbours"]
+    for setting in axes:
+        names = [name for name in made_up.SWEPT if name.startswith(f"{setting}=")]
+        values = np.transpose([group.values("fdc", name) for name in names])
+        check_band(axes[setting], setting, values, index=int(setting == "nearest"))
+        at = [float(name.partition("=")[2]) for name in names]
+        assert line_of(axes[setting], setting).get_xdata() == pytest.approx(at)
+    for setting, value in (("attenuation", 0.5), ("retained_energy", 0.75), ("neighbours", 1)):
+        default = line_of(axes[setting], "default")
+        assert (default.get_xdata()[0], default.get_linestyle()) == (value, ":")
 
 
 def test_files_of_a_figure(drawn, tmp_path):

@@ -1,7 +1,6 @@
 """Runs with a damaged file end in one line of InputError that names it; see test_fuzz, too."""
 
 import errno
-import json
 import os
 import shutil
 
@@ -11,7 +10,13 @@ import pytest
 import fdc_jax
 from fdc_jax import export
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_safetensors, write_manifest, write_safetensors
+from fdc_jax.machine.files import (
+    read_json,
+    read_safetensors,
+    write_json,
+    write_manifest,
+    write_safetensors,
+)
 from fdc_jax.report import classes, runs, tables
 from tests import small_runs
 
@@ -20,7 +25,7 @@ VALUES += [{}, {"a": 1}, {"a": {}}, [[]], [-1, 2], 10**30, "a" * 3000]
 
 
 def use(folder):
-    """Does with a run what its JSON files matter for, from opening it to the tables of a report."""
+    """Reads all JSON files of a run, from opening it to the tables of a report."""
     run = fdc_jax.open_run(folder)
     (groups, skipped) = runs.load([folder])
     for reason in skipped.values():
@@ -50,9 +55,8 @@ def run(finished_run, tmp_path):
     """A run without the parts that take long to copy."""
     folder = tmp_path / "run"
     shutil.copytree(finished_run, folder, ignore=shutil.ignore_patterns("features", "checkpoints"))
-    (folder / "latency.json").write_text(
-        json.dumps({"contenders": {"baseline": {"milliseconds": [1.0], "peak_bytes": None}}})
-    )
+    baseline = {"milliseconds": [1.0], "peak_bytes": None}
+    write_json(folder / "latency.json", {"contenders": {"baseline": baseline}})
     assert outcome(folder) is None
     return folder
 
@@ -77,66 +81,57 @@ def test_arrays_of_an_export_fit_its_learner(finished_run, tmp_path, kind):
         fdc_jax.open_run(out).encoder(2)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"fdc_label": np.zeros(59, int)},
-        {"raw_label": np.full(60, 10)},
-        {"task": np.full(60, -1)},
-        {"label": np.zeros((60, 2), int)},
-        {"raw_task": np.full(60, "0")},
-    ],
-    ids=lambda change: min(change),
-)
-def test_predictions_are_labels_and_tasks_of_the_run(run, change):
-    columns = small_runs.predictions(run)
-    np.savez(run / "predictions.npz", **columns | change)
-    assert f"predictions.npz: {min(change)}: expected 60 whole numbers below" in outcome(run)
+LINES = {
+    "label": "expected column label, found none",
+    "task": "expected column task, found none",
+    "raw_label": None,
+    "fdc_label": None,
+}
+COLUMNS = {
+    "fdc_label": np.zeros(59, int),
+    "raw_label": np.full(60, 10),
+    "task": np.full(60, -1),
+    "label": np.zeros((60, 2), int),
+    "raw_task": np.full(60, "0"),
+}
 
 
-@pytest.mark.parametrize("name", ["label", "task", "raw_label", "fdc_label"])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_predictions_are_labels_and_tasks_of_the_run(run, name):
+    np.savez(run / "predictions.npz", **small_runs.predictions(run) | {name: COLUMNS[name]})
+    assert f"predictions.npz: {name}: expected 60 whole numbers below" in outcome(run)
+
+
+@pytest.mark.parametrize("name", LINES)
 def test_predictions_have_true_labels_and_tasks(run, name):
     columns = small_runs.predictions(run)
     del columns[name]
+    columns["gaussians_label"] = columns["gaussians_label"].astype(np.uint64)  # any integer type
     np.savez(run / "predictions.npz", **columns)
-    line = f"{run}/predictions.npz: expected column {name}, found none"
-    assert outcome(run) == (line if name in ("label", "task") else None)
+    assert outcome(run) == (LINES[name] and f"{run}/predictions.npz: {LINES[name]}")
 
 
-def test_predictions_have_any_integer_type(run):
-    columns, best = small_runs.predictions(run), "gaussians_label"
-    np.savez(run / "predictions.npz", **columns | {best: columns[best].astype(np.uint64)})
-    assert outcome(run) is None
+WRONG_VALUES = {
+    "config.json: config.classes_per_task: expected a whole number": ("classes_per_task", {}),
+    "config.json: config.classes_per_task: expected a whole": ("classes_per_task", {"a": 1}),
+    "config.json: config.learner.loda: no field marginx": ("learner.loda.marginx", 0.1),
+    "tasks/task_001.json: task: expected a whole number >= 0, found -1": ("task", -1),
+}
 
 
-def test_object_in_a_saved_configuration_is_one_line(run):
-    saved = json.loads((run / "config.json").read_text())
-    for value in ({}, {"a": 1}):
-        (run / "config.json").write_text(json.dumps(saved | {"classes_per_task": value}))
-        assert "config.json: config.classes_per_task: expected a whole number" in outcome(run)
-
-
-def test_an_unknown_option_of_a_learner_names_the_file(run):
-    saved = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(saved | {"learner.loda.marginx": 0.1}))
-    assert "config.json: config.learner.loda: no field marginx" in outcome(run)
-
-
-def test_a_record_with_an_impossible_value_is_named(run):
-    path = run / "tasks" / "task_001.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"task": -1}))
-    message = "task_001.json: task: expected a whole number >= 0, found -1"
-    with pytest.raises(InputError, match=message):
-        fdc_jax.open_run(run).read_records()
+@pytest.mark.parametrize("line", WRONG_VALUES)
+def test_a_wrong_value_names_its_file_and_field(run, line):
+    path, (field, value) = run / line.partition(":")[0], WRONG_VALUES[line]
+    write_json(path, read_json(path) | {field: value})
+    assert f"{run}/{line}" in outcome(run)
 
 
 def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
     good = shutil.copytree(run, tmp_path / "good")
     (run / "results.json").write_text("{}")
-    groups, skipped = runs.load([run, good])
-    ((path, reason),) = skipped.items()
-    assert [valid_run.folder for group in groups for valid_run in group.runs] == [good]
-    assert path == run and "results.json: expected a field benchmark" in reason
+    (group,), skipped = runs.load([run, good])
+    assert [valid_run.folder for valid_run in group.runs] == [good]
+    assert "results.json: expected a field benchmark" in skipped[run]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +146,9 @@ def test_forged_cursor_of_a_checkpoint_is_named(finished_run, tmp_path, change):
     path = newest / "cursor" / "metadata"
     cursor = change
     if isinstance(change, dict):
-        cursor = json.loads(path.read_text()) | change
-        cursor = {name: value for name, value in cursor.items() if value is not None}
-    path.write_text(json.dumps(cursor))
+        merged = read_json(path) | change
+        cursor = {name: value for name, value in merged.items() if value is not None}
+    write_json(path, cursor)
     write_manifest(newest)
     with pytest.raises(InputError, match=rf"checkpoints/{newest.name}: cursor"):
         fdc_jax.open_run(folder).heads()

@@ -1,4 +1,4 @@
-"""Algorithm 1 from start to end: stopped anywhere it goes on to the same numbers."""
+"""Algorithm 1 from start to end: stopped anywhere it resumes to the same numbers."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,6 @@ from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import devices
-from fdc_jax.posthoc import command as posthoc
 from fdc_jax.run import experiment
 from tests import small_runs
 from tests.model import encoders
@@ -38,9 +37,9 @@ def test_run_stopped_in_every_task_has_equal_results(finished_run, cache, tmp_pa
 @pytest.mark.ci
 def test_variant_is_recognised_from_the_file_of_weights(cache, tmp_path):
     """Size, mean and deviation, too; the same command finds the run finished."""
-    file = encoders.FOLDER / "hf_clip" / "model.safetensors"
-    fields = {"encoder__weights": str(file), "encoder__image_size": 0, "train__epochs": 1}
-    fields |= {"data__input_range": "model", "evaluation__every": 5}
+    file = str(encoders.FOLDER / "hf_clip" / "model.safetensors")
+    fields = dict(encoder__weights=file, encoder__image_size=0, data__input_range="model")
+    fields |= dict(train__epochs=1, evaluation__every=5)
     actual = run(config(cache, **fields), tmp_path / "run")
     assert run(config(cache, **fields), tmp_path / "run") == actual
     encoder, saved = actual["encoder"], actual["config"]
@@ -63,7 +62,8 @@ def test_run_fits_the_named_calibrators_and_keeps_no_features(
     finished_run, cache, tmp_path, monkeypatch
 ):
     """Raw logits and those given the task come from the heads alone; images are kept for a task."""
-    freed, forget = [], ByteCache.forget
+    forget = ByteCache.forget
+    freed = []
 
     def watched(self, kind):
         before = self.room
@@ -71,43 +71,40 @@ def test_run_fits_the_named_calibrators_and_keeps_no_features(
         freed.append(self.room - before)
 
     monkeypatch.setattr(ByteCache, "forget", watched)
-    fields = config(cache, calibrators="ncm, gaussians", save_features=False)
-    stopped(fields, tmp_path / "run", 16)
-    assert (tmp_path / "run" / "features" / "train_previous_1.npy").exists()
-    actual, known = run(fields, tmp_path / "run"), results(finished_run)
-    assert not list((tmp_path / "run" / "features").iterdir())
-    assert actual["accuracy"].keys() == {"raw", "ncm", "gaussians", "oracle"}
-    for name in ("raw", "gaussians", "oracle"):
-        assert actual["accuracy"][name] == known["accuracy"][name]
-    assert actual["components"] == {}
-    assert actual["fdc_storage_bytes"] is None
-    assert fdc_jax.open_run(tmp_path / "run").calibrators == ["gaussians", "ncm", "raw"]
-    assert freed == [60 * 3 * 32 * 32] * 2
+    fields, folder = config(cache, calibrators="ncm, gaussians", save_features=False), tmp_path
+    stopped(fields, folder, 16)
+    assert (folder / "features" / "train_previous_1.npy").exists()
+    actual = run(fields, folder)
+    assert not list((folder / "features").iterdir())
+    expected = {
+        name: results(finished_run)["accuracy"][name] for name in ("raw", "gaussians", "oracle")
+    }
+    assert actual["accuracy"] == expected | {"ncm": actual["accuracy"]["ncm"]}
+    assert (actual["components"], actual["fdc_storage_bytes"]) == ({}, None)
+    assert fdc_jax.open_run(folder).calibrators == ["gaussians", "ncm", "raw"]
+    assert freed == [60 * 3 * 32 * 32, 60 * 3 * 32 * 32]
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["rsiat", "slca"])
 def test_encoder_before_a_task_is_kept_with_the_newest(cache, tmp_path, name):
     """Other encoders are refused when the run is opened."""
-    fields = config(cache, learner__name=name)
-    stopped(fields, tmp_path / "run", 23)
-    before = fdc_jax.open_run(tmp_path / "run")
+    fields, folder = config(cache, learner__name=name), tmp_path / "run"
+    stopped(fields, folder, 23)
+    before = fdc_jax.open_run(folder)
     images = evaluation_images(before.tasks.train, before.tasks.train_indices[1], 32)
-    saved = np.load(tmp_path / "run" / "features" / "train_previous_1.npy")
+    saved = np.load(folder / "features" / "train_previous_1.npy")
     assert_allclose(before.features(images, 1), saved, atol=1e-5)
-    run(fields, tmp_path / "run")
-    after = fdc_jax.open_run(tmp_path / "run")
+    run(fields, folder)
+    after = fdc_jax.open_run(folder)
     assert np.abs(after.features(images, 2) - saved).max() > 1e-3
     assert_array_equal(after.features(images, 0), before.features(images, 0))
     with pytest.raises(InputError, match=r"keeps no encoder but its newest: .* found E_1"):
         after.encoder(1)
-    # The first head was aligned again, and a fit of what was saved predicts with the final ones.
-    folder, output = tmp_path / "run" / "features", tmp_path / "again.npz"
-    assert [task.final_head is None for task in feature_files.load(folder).tasks] == [False, True]
-    assert posthoc.main([str(folder), f"--output={output}", "--quiet"]) == 0
-    with np.load(output) as again:
-        assert_array_equal(again["raw_label"], after.predictions["raw_label"])
-        assert_array_equal(again["label"], after.predictions["fdc_label"])
+    # The first head was aligned again, and a fit of the saved features predicts with final heads.
+    tasks = feature_files.load(folder / "features").tasks
+    assert [task.final_head is None for task in tasks] == [False, True]
+    small_runs.check_fit_again(folder, tmp_path / "again.npz", "fdc")
 
 
 def test_every_step_is_taken_once(finished_run):
@@ -115,16 +112,13 @@ def test_every_step_is_taken_once(finished_run):
     assert epochs == [(0, 0), (0, 1), (1, 0), (1, 1)]
     timing = results(finished_run)["timing"]
     # The first step of a process compiles and does not count.
-    assert timing["training_images"] == 4 * 60 - 18
-    assert timing["test_extraction_images"] == 30 + 60
-    seconds = timing["training_seconds"]
+    images, seconds = 4 * 60 - 18, timing["training_seconds"]
+    assert (timing["training_images"], timing["test_extraction_images"]) == (images, 30 + 60)
     assert timing["input_wait_fraction"] == pytest.approx(timing["input_wait_seconds"] / seconds)
-    assert timing["training_images_per_second"] == pytest.approx((4 * 60 - 18) / seconds)
-    for name in ("training", "previous_extraction"):
-        assert timing[f"{name}_seconds"] > 0
-    for name in ("fit", "score"):
-        assert timing[f"{name}_seconds"].keys() == {"fdc", "gaussians"}
-        assert min(timing[f"{name}_seconds"].values()) > 0
+    assert timing["training_images_per_second"] == pytest.approx(images / seconds)
+    assert seconds > 0 and timing["previous_extraction_seconds"] > 0
+    for by_name in (timing["fit_seconds"], timing["score_seconds"]):
+        assert by_name.keys() == {"fdc", "gaussians"} and min(by_name.values()) > 0
 
 
 class Compiles:
@@ -157,13 +151,11 @@ def test_caching_and_evaluation_on_the_way_have_no_effect(finished_run, cache, t
     """Neither images nor accuracies; features of the pretrained encoder are shared with others."""
     actual = run(config(cache, evaluation__every=5, data__cache_gib=0.0), tmp_path / "run")
     assert actual["timing"] is None
-    assert actual["average_incremental_accuracy"] == {
-        name: None for name in ("raw", "fdc", "gaussians")
-    }
+    averages = actual["average_incremental_accuracy"]
+    assert averages == {"raw": None, "fdc": None, "gaussians": None}
     assert [point["task"] for point in actual["curve"]] == [1]
     assert actual["accuracy"] == results(finished_run)["accuracy"]
-    for name, column in predictions(finished_run).items():
-        assert_array_equal(predictions(tmp_path / "run")[name], column)
+    small_runs.assert_equal(predictions(tmp_path / "run"), predictions(finished_run))
     cached = [event["pretrained_from_cache"] for event in events(tmp_path / "run", "statistics")]
     assert cached == [1.0, 1.0]
 

@@ -1,4 +1,4 @@
-"""What a run writes: whose the folder is, what of it is damaged, and who else is there."""
+"""The folder of a run: its owner, damaged and missing files, and other processes."""
 
 import shutil
 import signal
@@ -25,21 +25,20 @@ def copy(finished_run, tmp_path):
 def test_known_classes_come_from_the_longest_seed(finished_run, tmp_path):
     """A stop leaves the seeds of one command at different numbers of tasks."""
     saved = read_json(finished_run / "config.json")
-    folders = [tmp_path / f"seed_{seed}" for seed in (1, 2, 3, 4)]
+    folders = [tmp_path / name for name in "wxyz"]  # the last one is not begun
     for folder, sizes in zip(folders, ([2], [2, 1], [1, 1]), strict=False):
         names = dict.fromkeys("abc"[: sum(sizes)], "0" * 64)
         write_json(folder / "config.json", saved | {CLASSES: names, PLANNED: sizes})
-    assert [*known_classes(folders, saved["classes_per_task"]).classes] == ["a", "b", "c"]
-    assert known_classes(folders, saved["classes_per_task"]).sizes == (2, 1)
+    known = known_classes(folders, saved["classes_per_task"])
+    assert ([*known.classes], known.sizes) == (["a", "b", "c"], (2, 1))
     assert known_classes(folders, 7).sizes == ()
 
 
-# What is damaged ---------------------------------------------------------------------------------
+# Damaged and missing files ------------------------------------------------------------------------
 
 
-def damage(path):
-    content = bytearray(path.read_bytes())
-    path.write_bytes(content[: len(content) // 2])
+def newest_checkpoint(folder):
+    return max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
 
 
 def test_finished_run_is_not_repeated(copy, cache):
@@ -51,7 +50,7 @@ def test_finished_run_is_not_repeated(copy, cache):
 
 @pytest.fixture(scope="module")
 def second(stopped_run, cache, tmp_path_factory):
-    """The run of `half`, stopped again in its second task."""
+    """The stopped run, stopped again in its second task."""
 
     def stop(folder):
         small_runs.stopped(config(cache), small_runs.copied(stopped_run, folder), 3)
@@ -59,26 +58,35 @@ def second(stopped_run, cache, tmp_path_factory):
     return small_runs.shared(tmp_path_factory, "second", stop)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("features/train_previous_1.npy", "train_previous_1.npy: not a readable"),
-        ("tasks/task_000.json", r"task_000.json: unreadable JSON \(.*\); put it back, or cho"),
-        ("config.json", r"config.json: unreadable JSON \(.*\); put it back, or choose another"),
-    ],
-)
-def test_a_damaged_file_is_named(second, cache, tmp_path, name, message):
-    workdir = small_runs.copied(second, tmp_path / "run")
-    damage(workdir / name)
-    with pytest.raises(InputError, match=message):
-        go(config(cache), workdir)
+DAMAGED = {
+    "features/train_previous_1.npy": "train_previous_1.npy: not a readable",
+    "tasks/task_000.json": r"task_000.json: unreadable JSON \(.*\); put it back, or cho",
+    "config.json": r"config.json: unreadable JSON \(.*\); put it back, or choose another",
+}
 
 
-def test_lost_configuration_is_not_replaced(copy, cache):
-    (copy / "config.json").unlink()
-    with pytest.raises(InputError, match=r"has files of a run but no config.json"):
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_named(second, cache, tmp_path, name):
+    path = small_runs.copied(second, tmp_path / "run") / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match=DAMAGED[name]):
+        go(config(cache), tmp_path / "run")
+
+
+MISSING = {
+    "config.json": r"has files of a run but no config.json",
+    "results.json tasks/task_000.json": r"task_000.json: is missing; put it back, or choose",
+}
+
+
+@pytest.mark.parametrize("names", MISSING)
+def test_a_missing_file_is_named(copy, cache, names):
+    for name in names.split():
+        (copy / name).unlink()
+    with pytest.raises(InputError, match=MISSING[names]):
         go(config(cache), copy)
-    assert not (copy / "config.json").exists()
+    assert not any((copy / name).exists() for name in names.split())
 
 
 def test_results_are_written_again(finished_run, copy, cache):
@@ -92,8 +100,7 @@ def test_last_task_is_evaluated_again(finished_run, copy, cache):
     """As by a process that was killed before the last task was done."""
     for name in ("results.json", "tasks/task_001.json", "calibrators/fdc.npz"):
         (copy / name).unlink()
-    newest = max((copy / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    shutil.rmtree(newest)
+    shutil.rmtree(newest_checkpoint(copy))
     go(config(cache), copy)
     small_runs.same_outcome(finished_run, copy)
     assert [event["task"] for event in small_runs.events(copy, "training")] == [0, 1]
@@ -114,22 +121,15 @@ def test_lost_features_of_the_previous_encoder_are_recomputed(
     small_runs.same_outcome(finished_run, folder)
 
 
-def test_missing_evaluation_of_a_task_that_is_done_is_named(copy, cache):
-    for name in ("results.json", "tasks/task_000.json"):
-        (copy / name).unlink()
-    with pytest.raises(InputError, match=r"task_000.json: is missing; put it back, or choose"):
-        go(config(cache), copy)
-
-
 def test_finished_run_without_checkpoints_is_not_trained_again(copy, cache):
-    saved = read_json(copy / "results.json")
+    saved = results(copy)
     write_json(copy / "results.json", saved | {"num_tasks": 1, "curve": saved["curve"][:1]})
     shutil.rmtree(copy / "checkpoints")
     with pytest.raises(InputError, match=r"holds a finished run, and no checkpoint to resume"):
         go(config(cache), copy)
 
 
-# Whose directory it is ---------------------------------------------------------------------------
+# Other processes ----------------------------------------------------------------------------------
 
 
 def test_one_process_per_work_directory(copy, cache):

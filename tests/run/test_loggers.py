@@ -1,36 +1,37 @@
-"""What TensorBoard and Weights & Biases are given, against the file of events."""
+"""The events that TensorBoard and Weights & Biases get, against the file of events."""
 
 import json
-import os
-import subprocess
 import sys
+import types
 
-import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
 from fdc_jax.errors import InputError
 from fdc_jax.run.loggers import KINDS, Loggers
-from tests.small_runs import config, results, run, stopped
+from tests import small_runs
+from tests.small_runs import config, predictions, results, run, stopped
 
 
-def events(folder, kind):
+def by_task_and_epoch(folder, kind):
     """Events of a kind, the last of each task and epoch."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {(e["task"], e.get("epoch")): e for e in lines if e["event"] == kind}
+    events = small_runs.events(folder, kind)
+    return [*{(event["task"], event.get("epoch")): event for event in events}.values()]
 
 
 def scalars(folder):
-    """All values that TensorBoard's own reader finds, by name, as (step, value)."""
+    """All steps and values that TensorBoard's own reader finds, by name."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
     accumulator = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0})
     accumulator.Reload()
-    return {
-        name: [(e.step, make_ndarray(e.tensor_proto).item()) for e in accumulator.Tensors(name)]
-        for name in accumulator.Tags()["tensors"]
-    }
+    steps, values = {}, {}
+    for name in accumulator.Tags()["tensors"]:
+        steps[name] = [event.step for event in accumulator.Tensors(name)]
+        tensors = [event.tensor_proto for event in accumulator.Tensors(name)]
+        values[name] = [make_ndarray(tensor).item() for tensor in tensors]
+    return steps, values
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -40,48 +41,42 @@ def test_tensorboard_has_each_event_once_after_a_stop(cache, tmp_path):
     stopped(fields, folder, 7)  # at the seventh look, within an epoch after a checkpoint
     stopped(fields, folder, 15)
     run(fields, folder)
-    actual, epochs = scalars(folder), events(folder, "epoch")
-    assert [step for step, _ in actual["epoch/loss"]] == [1, 2, 3, 4]
-    losses = [epoch["loss"] for epoch in epochs.values()]
-    assert_allclose([value for _, value in actual["epoch/loss"]], losses, rtol=1e-6)
-    first, last = events(folder, "evaluation").values()
+    steps, values = scalars(folder)
+    assert steps["epoch/loss"] == [1, 2, 3, 4]
+    losses = [event["loss"] for event in by_task_and_epoch(folder, "epoch")]
+    assert_allclose(values["epoch/loss"], losses, rtol=1e-6)
+    evaluations, columns = by_task_and_epoch(folder, "evaluation"), predictions(folder)
     for name in ("raw", "fdc", "gaussians"):
-        accuracies = [first["accuracy"][name], last["accuracy"][name]]
-        values = [value for _, value in actual[f"evaluation/accuracy/{name}"]]
-        assert_allclose(values, accuracies, rtol=1e-6)
-        with np.load(folder / "predictions.npz") as columns:
-            earlier = np.mean(columns[f"{name}_task"] < columns["task"])
-        shares = [value for _, value in actual[f"confusion/earlier/{name}"]]
-        assert shares == [0.0, pytest.approx(100 * earlier)]
+        accuracies = [event["accuracy"][name] for event in evaluations]
+        assert_allclose(values[f"evaluation/accuracy/{name}"], accuracies, rtol=1e-6)
+        earlier = 100 * (columns[f"{name}_task"] < columns["task"]).mean()
+        assert_allclose(values[f"confusion/earlier/{name}"], [0.0, earlier], rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_wandb_has_each_event_once(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="needs wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    lines = [
+def test_a_resumed_run_passes_each_event_on_once(tmp_path, monkeypatch):
+    """Weights & Biases get the name and the start of the run, so that it resumes there."""
+    logged, options = [], {}
+
+    def init(**given):
+        options.update(given)
+        return types.SimpleNamespace(log=lambda values, step: logged.append((step, values)))
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    epoch = {"event": "epoch", "time": 6.0, "task": 0, "epoch": 0, "loss": 0.5}
+    events = [
         {"event": "training", "time": 5.25, "task": 0, "step": 0},
-        {"event": "epoch", "time": 6.0, "task": 0, "epoch": 0, "loss": 0.5},
+        epoch,
         {"event": "resume", "time": 7.0, "tasks_done": 0, "step": 0},
-        {"event": "epoch", "time": 8.0, "task": 0, "epoch": 0, "loss": 0.5},
+        epoch | {"time": 8.0},
     ]
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(event) + "\n" for event in lines) + '{"event": "ep')
-    logged, log = [], wandb.Run.log
-
-    def watched(self, values, step):
-        logged.append((self.id, step, values))
-        log(self, values, step=step)
-
-    monkeypatch.setattr(wandb.Run, "log", watched)
-    Loggers("wandb", file).add(lines[1] | {"epoch": 1, "loss": 0.25})
-    wandb.finish()
+    file.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "ep')
+    Loggers("wandb", file).add(epoch | {"epoch": 1, "loss": 0.25})
     assert logged == [
-        ("6000", 1, {"epoch/loss": 0.5, "step": 1}),
-        ("6000", 2, {"epoch/loss": 0.25, "step": 2}),
+        (1, {"epoch/loss": 0.5, "step": 1}),
+        (2, {"epoch/loss": 0.25, "step": 2}),
     ]
-    assert list(tmp_path.glob("wandb/offline-run-*-6000/*.wandb"))
+    assert (options["id"], options["name"], options["dir"]) == ("6000", tmp_path.name, tmp_path)
 
 
 def test_loggers_get_the_numbers_of_a_run(finished_run, monkeypatch):
@@ -97,8 +92,7 @@ def test_missing_logger_package_is_one_line(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     loggers = Loggers("tensorboard", tmp_path / "metrics.jsonl")
     for epoch in range(2):
-        event = {"event": "epoch", "time": 1.0, "task": 0, "epoch": epoch, "loss": 1.0}
-        loggers.add(event)
+        loggers.add({"event": "epoch", "time": 1.0, "task": 0, "epoch": epoch, "loss": 1.0})
     (line,) = caplog.messages
     assert line.startswith("config.log: tensorboard left out: import of tensorboard")
     assert not list(tmp_path.iterdir())
@@ -108,6 +102,4 @@ def test_unknown_loggers_are_refused_and_none_is_imported(cache, tmp_path):
     with pytest.raises(InputError, match=r"config.log: .*wandb"):
         run(config(cache, log="tensorboard,wandbb"), tmp_path / "run")
     code = "import sys, fdc_jax.command; print({'wandb', 'tensorboard'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
-    assert done.stdout.strip() == "set()"
+    assert small_runs.python("-c", code) == "set()\n"

@@ -15,7 +15,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from fdc_jax import command, evaluation
 from fdc_jax.errors import InputError
-from fdc_jax.posthoc import command as posthoc
 from fdc_jax.run import seeds
 from tests import small_runs
 from tests.small_runs import finish, predictions, results, start
@@ -42,21 +41,16 @@ def test_a_stopped_and_killed_run_ends_with_the_same_numbers(finished_run, tmp_p
     small_runs.nothing_done_twice(workdir)
     for text in ("device", "precision parity", "trained parameters a task", "sha256", "digits"):
         assert text in beginning and text in errors
-    assert "after task 2/2: raw " in errors
-    assert "\x1b" not in output + errors
-    for name, value in results(workdir)["accuracy"].items():
-        assert f"{value:.2f}" in output, name
-    assert "Task given" in output
-    assert "report:" not in output
-    assert "Warning" not in errors
+    assert "after task 2/2: raw " in errors and "Warning" not in errors
+    for accuracy in results(workdir)["accuracy"].values():
+        assert f"{accuracy:.2f}" in output
+    assert "report:" not in output and "\x1b" not in output + errors
 
 
 @pytest.mark.slow
-def test_runs_killed_at_random_end_with_the_same_numbers(tmp_path, cache):
-    finish(start(tmp_path / "whole", "--quiet", cache=cache))
-    # What is compiled by now takes no time in the runs to be killed.
+def test_runs_killed_at_random_end_with_the_same_numbers(finished_run, tmp_path, cache):
     rng, clock = random.Random(0), time.monotonic()
-    finish(start(tmp_path / "again", "--quiet", cache=cache))
+    finish(start(tmp_path / "run", "--quiet", cache=cache))
     duration = time.monotonic() - clock
     for number in range(2):
         workdir, kills = tmp_path / f"killed_{number}", 0
@@ -71,7 +65,7 @@ def test_runs_killed_at_random_end_with_the_same_numbers(tmp_path, cache):
                 kills += 1
         assert kills > 0
         finish(start(workdir, "--quiet", cache=cache))
-        small_runs.same_outcome(tmp_path / "whole", workdir)
+        small_runs.same_outcome(finished_run, workdir)
         small_runs.nothing_done_twice(workdir)
 
 
@@ -79,58 +73,44 @@ def test_results_fit_together(finished_run):
     """Their names are those of `tests/golden/results_keys.json`."""
     record = results(finished_run)
     assert (record["num_tasks"], record["num_classes"], record["num_test_images"]) == (2, 10, 60)
-    assert record["selected"] == {"components": "full", "accuracy": record["accuracy"]["fdc"]}
-    assert record["components"]["raw"] == record["accuracy"]["raw"]
-    assert record["components"]["full"] == record["accuracy"]["fdc"]
-    assert record["curve"][-1]["accuracy"] == record["accuracy"]
+    raw, fdc = record["accuracy"]["raw"], record["accuracy"]["fdc"]
+    assert record["selected"] == {"components": "full", "accuracy": fdc}
+    assert (record["components"]["raw"], record["components"]["full"]) == (raw, fdc)
+    first, last = (point["accuracy"] for point in record["curve"])
+    assert last == record["accuracy"]
     for name, average in record["average_incremental_accuracy"].items():
-        curve = [point["accuracy"][name] for point in record["curve"]]
-        assert len(curve) == 2 and average == pytest.approx(np.mean(curve))
+        assert average == pytest.approx((first[name] + last[name]) / 2)
     assert record["fdc_storage_bytes"] == record["storage_bytes"]["fdc"] > 0
     assert record["notes"] == {"gaussians": "class Gaussians with drift compensation"}
 
 
+COLUMNS = """
+class_names label task raw_label raw_task fdc_label fdc_task fdc_oracle_label gaussians_label
+gaussians_task oracle_label
+""".split()
+
+
 def test_predictions_give_the_accuracies_of_the_results(finished_run):
     record, columns = results(finished_run), predictions(finished_run)
-    assert columns.pop("class_names").tolist() == record["class_names"]
-    assert columns.keys() == {
-        "label",
-        "raw_label",
-        "fdc_label",
-        "oracle_label",
-        "fdc_oracle_label",
-        "gaussians_label",
-        "task",
-        "raw_task",
-        "fdc_task",
-        "gaussians_task",
-    }
-    for name, share in record["accuracy"].items():
+    assert sorted(columns) == sorted(COLUMNS)
+    assert columns["class_names"].tolist() == record["class_names"]
+    last = record["curve"][-1]
+    for name, accuracy in record["accuracy"].items():
         right = columns[f"{name}_label"] == columns["label"]
-        assert 100 * np.mean(right) == pytest.approx(share)
-    for name, share in record["routing_accuracy"].items():
-        assert 100 * np.mean(columns[f"{name}_task"] == columns["task"]) == pytest.approx(share)
-        right = columns[f"{name}_label"] == columns["label"]
+        assert 100 * np.mean(right) == pytest.approx(accuracy)
         by_task = evaluation.task_accuracies(columns["task"], right)
-        assert_allclose(record["curve"][-1]["task_accuracy"][name], by_task)
+        assert_allclose(last["task_accuracy"][name], by_task)
+    for name, accuracy in record["routing_accuracy"].items():
+        right = columns[f"{name}_task"] == columns["task"]
+        assert 100 * np.mean(right) == pytest.approx(accuracy)
     # Five classes a task, in class order.
     for label, task in (("label", "task"), ("oracle_label", "task"), ("fdc_label", "fdc_task")):
         assert_array_equal(columns[label] // 5, columns[task])
 
 
-def test_saved_features_and_calibrator_repeat_the_results(finished_run, tmp_path):
-    output = tmp_path / "calibrated.npz"
-    for name in ("fdc", "gaussians"):
-        arguments = [
-            str(finished_run / "features"),
-            f"--output={output}",
-            f"--method={name}",
-            "--quiet",
-        ]
-        assert posthoc.main(arguments) == 0
-        with np.load(output) as again:
-            assert_array_equal(again["raw_label"], predictions(finished_run)["raw_label"])
-            assert_array_equal(again["label"], predictions(finished_run)[f"{name}_label"])
+@pytest.mark.parametrize("name", ["fdc", "gaussians"])
+def test_a_fit_of_saved_features_repeats_the_results(finished_run, tmp_path, name):
+    small_runs.check_fit_again(finished_run, tmp_path / "again.npz", name)
 
 
 def test_a_finished_run_is_shown_again_with_its_report(
@@ -148,7 +128,7 @@ def test_a_finished_run_is_shown_again_with_its_report(
     assert "after task" not in errors
     assert f"{results(workdir)['accuracy']['fdc']:.2f}" in page.read_text()
     assert (workdir / "metrics.jsonl").read_text() == before
-    # That it cannot be written is a warning.
+    # A report that cannot be written is a warning.
     shutil.rmtree(workdir / "report")
     (workdir / "report").write_text("in the way")
     command.show(config, str(workdir), quiet=True)
@@ -158,14 +138,12 @@ def test_a_finished_run_is_shown_again_with_its_report(
 @pytest.mark.ci
 def test_a_full_disk_is_one_line(tmp_path, cache):
     """A limit on file sizes stands for the full disk; the work directory is the default one."""
-    # Nor is a compiled program written whole, which other tests would read.
-    apart = ("env", "JAX_ENABLE_COMPILATION_CACHE=false")
-    limit = (*apart, "bash", "-c", 'ulimit -f 20 && exec "$@"', "-")
-    process = start(None, "--quiet", cache=cache, before=limit, cwd=tmp_path)
+    # A compiled program would be cut off, which other tests would read.
+    limit = ("env", "JAX_ENABLE_COMPILATION_CACHE=false", "bash", "-c", 'ulimit -f 20 && exec "$@"')
+    process = start(None, "--quiet", cache=cache, before=(*limit, "-"), cwd=tmp_path)
     _, errors = finish(process, expected=2)
     line = errors.splitlines()[-1]
-    assert line.startswith("fdc_jax.run: cannot write ")
-    assert "runs/digits/" in line
+    assert line.startswith("fdc_jax.run: cannot write ") and "runs/digits/" in line
     assert "Traceback" not in errors
 
 
@@ -204,20 +182,19 @@ def test_five_frames_lead_from_the_command_to_the_task_loop(tmp_path, cache):
     process = start("run", config, "--quiet", cache=cache, cwd=tmp_path)
     _, errors = finish(process, expected=4)
     files = [Path(file) for file in re.findall('File "(.*)", line', errors)]
-    files_of_the_package = [file.name for file in files if "site-packages" not in file.parts]
-    loop = files_of_the_package.index("experiment.py")
-    assert files_of_the_package[:loop] == ["main.py", "command.py", "seeds.py", "seeds.py"]
+    names = [file.name for file in files if "site-packages" not in file.parts]
+    frames = names[: names.index("experiment.py")]
+    assert frames == ["main.py", "command.py", "seeds.py", "seeds.py"]
 
 
 def test_a_command_line_gives_a_configuration():
-    arguments = (
-        "--config digits:slca --config.seed 1,2 --config.classes_per_task 3,2 --noconfig.report"
-    )
-    order = ["--config.class_order=a,b", "--config.class_order_seed=-1"]
-    config = command.configured([*arguments.split(), *order])
+    arguments = """
+    --config digits:slca --config.seed 1,2 --config.classes_per_task 3,2 --noconfig.report
+    --config.class_order=a,b --config.class_order_seed=-1
+    """
+    config = command.configured(arguments.split())
     assert (config.learner.name, config.seed, config.report) == ("slca", (1, 2), False)
-    assert config.classes_per_task == (3, 2)
-    assert command.configured(["--config=digits", "--config.classes_per_task=5"]) != config
+    assert (config.classes_per_task, config.class_order) == ((3, 2), ("a", "b"))
 
 
 def test_a_file_of_flags_may_name_another(tmp_path):
@@ -244,12 +221,12 @@ def test_several_seeds_write_a_summary(tmp_path, cache, capsys):
     config, workdir = small_runs.config(cache, seed=(1, 2), train__epochs=1), tmp_path / "run"
     collected = seeds.run(config, str(workdir))
     command.show(config, str(workdir))
-    expected = [results(tmp_path / "run" / f"seed_{seed}") for seed in (1, 2)]
-    assert [msgspec.to_builtins(result) for result in collected] == expected
+    for seed, result in zip((1, 2), collected, strict=True):
+        assert msgspec.to_builtins(result) == results(workdir / f"seed_{seed}")
     values = [result.accuracy["fdc"] for result in collected]
     output, errors = capsys.readouterr()
     assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in output
     assert "seed 2, after task 2/2" in errors
-    # A seed alone is what it is among others.
+    # A seed alone has the results that it has among others.
     small_runs.run(small_runs.config(cache, seed=(2,), train__epochs=1), tmp_path / "two")
     small_runs.same_outcome(tmp_path / "two", tmp_path / "run" / "seed_2")

@@ -95,11 +95,19 @@ def test_wrong_values_are_one_line(field):
             configuration.typed(config)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "folder", "FIFO", "device"])
+KINDS = {
+    "nothing": lambda path: None,
+    "folder": os.mkdir,
+    "FIFO": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "UTF-16": lambda path: path.write_text("ash", "utf-16"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_class_order_is_read_from_a_regular_file(kind, tmp_path):
     path = tmp_path / "order.txt"
-    make = {"folder": path.mkdir, "FIFO": lambda: os.mkfifo(path), "nothing": path.exists}
-    make.get(kind, lambda: path.symlink_to("/dev/zero"))()
+    KINDS[kind](path)
     config = base.get_config()
     config.class_order, config.class_order_seed = (str(path),), -1
     with pytest.raises(InputError, match=r"config.class_order: .*/order.txt: expected a file of n"):
@@ -115,20 +123,15 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS, ids=["NUL", "too long", "not UTF-8", "no user"])
-@pytest.mark.parametrize("field", ["cache_dir", "data.dir", "data.source", "encoder.weights"])
-def test_values_that_are_no_paths(field, path, cache, tmp_path):
-    fields = {"num_tasks": 1, field: path}
-    if field.startswith("data."):
-        fields["benchmark"] = "photos"
-    with pytest.raises(InputError, match=PATHS[path]) as caught:
-        run(config(cache, **fields), tmp_path / "run")
-    assert str(caught.value).startswith(f"config.{field}: ") and len(str(caught.value)) < 300
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("path", PATHS, ids=["NUL", "too long", "not UTF-8", "no user"])
-def test_work_directories_that_are_no_paths(path, cache, tmp_path, monkeypatch):
+def test_values_that_are_no_paths(path, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for field in ("cache_dir", "data.dir", "data.source", "encoder.weights"):
+        fields = {"num_tasks": 1, field: path}
+        if field.startswith("data."):
+            fields["benchmark"] = "photos"
+        with pytest.raises(InputError, match=rf"^config\.{field}: .*({PATHS[path]})") as caught:
+            run(config(cache, **fields), tmp_path / "run")
+        assert len(str(caught.value)) < 300
     with pytest.raises(InputError, match=f"^--workdir: .*({PATHS[path]})"):
         run(config(cache), path)
     assert not list(tmp_path.iterdir())
@@ -138,16 +141,17 @@ SETTINGS = {
     "fdc.neighbours": (6, "config.fdc.neighbours: expected at most 5, the classes with im"),
     "classes_per_task": (11, "config.classes_per_task: expected at most the 10"),
     "encoder.weights": ("/nowhere.npz", "found no file /nowhere.npz"),
+    "learner.name": ("tests.learners.grows", "must return a state like that of"),
 }
 
 
 @pytest.mark.parametrize("field", SETTINGS)
-def test_settings_that_do_not_fit_data_or_weights(field, cache, tmp_path):
+def test_settings_that_do_not_fit_data_weights_or_learner(field, cache, tmp_path):
     value, message = SETTINGS[field]
     with pytest.raises(InputError, match=message) as caught:
         run(config(cache, **{field: value}), tmp_path / "run")
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "run").exists() == (field == "learner.name")
 
 
 @pytest.mark.parametrize(
@@ -163,12 +167,7 @@ def test_a_batch_that_cannot_fit_is_refused(field, most, cache, monkeypatch):
     setups.build(config(cache, **sizes | {field: most}))
 
 
-def test_state_of_another_structure_is_one_line(cache, tmp_path):
-    with pytest.raises(InputError, match="must return a state like that of") as caught:
-        run(config(cache, learner__name="tests.learners.grows"), tmp_path / "run")
-    assert "\n" not in str(caught.value)
-
-
+IMPORT = "from fdc_jax.learners import Learner"
 # Mistakes in the methods of a user's own learner, by the text of the method: the exception.
 METHODS = {
     "loss(self, backbone, frozen, trained, batch): return batch.weights": (
@@ -191,23 +190,19 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_error_in_a_learner_has_a_note(method, cache, tmp_path, monkeypatch):
-    name = f"own_{list(METHODS).index(method)}"
-    text = f"from fdc_jax.learners import Learner\n\n\nclass Own(Learner):\n    def {method}\n"
-    file = tmp_path / f"{name}.py"
-    file.write_text(text)
+    file = tmp_path / f"own_{list(METHODS).index(method)}.py"
+    file.write_text(f"{IMPORT}\n\n\nclass Own(Learner):\n    def {method}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Exception) as caught:
-        seeds.run(config(cache, learner__name=name), str(tmp_path / "run"))
-    kind, message = METHODS[method].split(": ", 1)
-    assert type(caught.value).__name__ == kind
-    assert re.search(message, str(caught.value))
-    notes = [note for note in caught.value.__notes__ if note.startswith("learner: Own.")]
-    hook, where = method.partition("(")[0], f"{file}, line 5"
+        seeds.run(config(cache, learner__name=file.stem), str(tmp_path / "run"))
+    error = caught.value
+    assert re.match(METHODS[method], f"{type(error).__name__}: {error}")
+    hook, location = method.partition("(")[0], f"{file}, line 5"
     if hook == "initial_state":
-        hook, where = "encoder", inspect.getsourcefile(learners.Learner)
-    assert len(notes) == 1
-    assert notes[0].startswith(f"learner: Own.{hook} in {where}")
-    assert f"; expected {hook}(self, backbone: Any, " in notes[0]
+        hook, location = "encoder", inspect.getsourcefile(learners.Learner)
+    (note,) = [note for note in error.__notes__ if note.startswith("learner: Own.")]
+    assert note.startswith(f"learner: Own.{hook} in {location}")
+    assert f"; expected {hook}(self, backbone: Any, " in note
     assert not (tmp_path / "run" / "calibrators").exists()
 
 
@@ -219,24 +214,23 @@ def test_the_traceback_of_a_learner_ends_with_its_note(cache, tmp_path):
     assert "ZeroDivisionError: division by zero\nlearner: Fails.loss in " in errors
 
 
-OTHER_RUNS = [
-    (dict(train__rank=3), r"of another configuration: train.rank was 10, is 3;"),
-    (dict(fdc__attenuation=0.25), r"fdc.attenuation was 0.5, is 0.25;.*posthoc "),
-    (dict(encoder__weights="other"), "another configuration: other weights; choose"),
-    (dict(seed=(1, 2)), "holds a run of a single seed; choose another --workdir"),
-]
+OTHER_RUNS = {
+    "of another configuration: train.rank was 10, is 3;": dict(train__rank=3),
+    "fdc.attenuation was 0.5, is 0.25;.*posthoc ": dict(fdc__attenuation=0.25),
+    "another configuration: other weights; choose": dict(encoder__weights="weights.npz"),
+    "holds a run of a single seed; choose another --workdir": dict(seed=(1, 2)),
+}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"), OTHER_RUNS, ids=lambda it: re.sub(r"\W", "_", str(it))[:30]
-)
-def test_work_directories_of_other_runs(fields, message, finished_run, cache, tmp_path):
+@pytest.mark.parametrize("message", OTHER_RUNS)
+def test_work_directories_of_other_runs(message, finished_run, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small_runs.other_weights(tmp_path)
     copy = small_runs.copied(finished_run, tmp_path / "copy")
-    if "encoder__weights" in fields:
-        fields = dict(encoder__weights=str(small_runs.other_weights(tmp_path)))
+    before = small_runs.contents(copy)
     with pytest.raises(InputError, match=message):
-        run(config(cache, **fields), copy)
-    small_runs.same_outcome(copy, finished_run)
+        run(config(cache, **OTHER_RUNS[message]), copy)
+    assert small_runs.contents(copy) == before
 
 
 def test_a_run_resumes_with_another_batch_of_evaluation(finished_run, cache, tmp_path):

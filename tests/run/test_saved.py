@@ -1,10 +1,8 @@
 """Opening a work directory again."""
 
-import json
 import os
 import shutil
 
-import msgspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +13,7 @@ import fdc_jax
 from fdc_jax import export
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import sha256, write_manifest
+from fdc_jax.machine.files import read_json, sha256, write_json, write_manifest
 from fdc_jax.run import configuration
 from tests import small_runs
 from tests.small_runs import contents, results
@@ -32,39 +30,30 @@ def saved_features(run, name):
     return np.load(run.folder / "features" / f"{name}.npy")
 
 
-def test_finished_run_has_its_settings_and_results(opened):
-    assert (opened.num_tasks, opened.config.train.rank) == (2, 10)
-    assert json.loads(msgspec.json.encode(opened.results)) == results(opened.folder)
-    assert sorted(opened.class_names) == [str(digit) for digit in range(10)]
-
-
 def test_encoders_of_a_finished_run_give_its_saved_features(opened):
-    rows = np.array([3, 0, 58])
-    images = opened.test_images(rows)
-    assert (images.shape, images.dtype) == ((3, 32, 32, 3), np.uint8)
-    for name, t in (("test_adapted", 2), ("test_pretrained", 0)):
+    tested = np.array([3, 0, 58])
+    test = opened.test_images(tested)
+    assert (test.shape, test.dtype) == ((3, 32, 32, 3), np.uint8)
+    tasks = opened.tasks
+    first, second = (
+        evaluation_images(tasks.train, indices[:4], 32) for indices in tasks.train_indices
+    )
+    for name, rows, images, t in (
+        ("test_adapted", tested, test, 2),
+        ("test_pretrained", tested, test, 0),
+        ("train_adapted_0", slice(4), first, 1),  # after the first task
+        ("train_previous_1", slice(4), second, 1),  # before the second one
+    ):
         expected = saved_features(opened, name)[rows]
         assert_allclose(opened.features(images, t), expected, atol=1e-5)
-    # Both are by E_1: of the first task after it, of the second one before it.
-    tasks = opened.tasks
-    for task, name in enumerate(("train_adapted_0", "train_previous_1")):
-        images = evaluation_images(tasks.train, tasks.train_indices[task][:4], 32)
-        expected = saved_features(opened, name)[:4]
-        assert_allclose(opened.features(images, 1), expected, atol=1e-5)
+    for head, expected in zip(opened.heads(), opened.calibrator("fdc").heads, strict=True):
+        assert_array_equal(head.weight, expected.weight)
     assert not (opened.folder / "features" / "train_previous_0.npy").exists()
     with pytest.raises(InputError, match="expected E_0 to E_2, found E_3"):
         opened.encoder(3)
 
 
-def test_calibrator_of_a_finished_run_repeats_its_predictions(opened):
-    fdc = opened.calibrator("fdc")
-    views = [saved_features(opened, name) for name in ("test_adapted", "test_pretrained")]
-    assert_array_equal(fdc.score(*views).label, opened.predictions["fdc_label"])
-    for head, expected in zip(opened.heads(), fdc.heads, strict=True):
-        assert_array_equal(head.weight, expected.weight)
-
-
-def test_a_stopped_run_is_opened_as_far_as_it_went(stopped_run):
+def test_a_stopped_run_opens_with_its_trained_tasks(stopped_run):
     run = fdc_jax.open_run(stopped_run)
     assert (run.results, run.num_tasks, len(run.heads())) == (None, 2, 1)
     assert [record.task for record in run.read_records()] == [0]
@@ -76,8 +65,7 @@ def test_a_stopped_run_is_opened_as_far_as_it_went(stopped_run):
         run.test_images(np.arange(2))
 
 
-def test_folder_without_a_run_is_refused(finished_run, tmp_path):
-    copy = small_runs.copied(finished_run, tmp_path / "copy")
+def test_folders_and_files_of_other_runs_are_refused(finished_run, tmp_path):
     with pytest.raises(InputError, match=r"found no config.json"):
         fdc_jax.open_run(tmp_path)
     (tmp_path / "seed_2").mkdir()
@@ -85,12 +73,11 @@ def test_folder_without_a_run_is_refused(finished_run, tmp_path):
         fdc_jax.open_run(tmp_path)
     weights = small_runs.other_weights(tmp_path)
     with pytest.raises(InputError, match=r"expected the weights of .*, found "):
-        fdc_jax.open_run(copy, weights=str(weights)).encoder(0)
-    with np.load(copy / "predictions.npz") as file:
-        columns = dict(file)
-    np.savez(copy / "predictions.npz", **columns | {"label": columns["label"][::-1]})
+        fdc_jax.open_run(finished_run, weights=str(weights)).encoder(0)
+    run = fdc_jax.open_run(finished_run)
+    run.predictions = run.predictions | {"label": run.predictions["label"][::-1]}
     with pytest.raises(InputError, match=r"predictions.npz: expected labels of"):
-        fdc_jax.open_run(copy).test_images(np.arange(2))
+        run.test_images(np.arange(2))
 
 
 @pytest.mark.ci
@@ -98,35 +85,35 @@ def test_weights_are_located_by_their_checksum(cache, tmp_path):
     weights, folder = small_runs.other_weights(tmp_path), tmp_path / "run"
     fields = small_runs.config(cache, encoder__weights=str(weights), num_tasks=1, train__epochs=1)
     small_runs.run(fields, folder)
-    expected = fdc_jax.open_run(folder, weights=str(weights)).predict(np.zeros((8, 8), np.uint8))
-    answers = fdc_jax.open_run(folder).predict(np.zeros((8, 8), np.uint8))
-    pd.testing.assert_frame_equal(answers, expected)
-    copy = weights.rename(tmp_path / "copy.npz")
-    record, away = cache / "weights" / f"{sha256(copy)}.json", tmp_path / "away.json"
-    digits = small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz"
+    image = np.zeros((8, 8), np.uint8)
+    expected = fdc_jax.open_run(folder, weights=str(weights)).predict(image)
+    pd.testing.assert_frame_equal(fdc_jax.open_run(folder).predict(image), expected)
+    copy = shutil.copy(weights, tmp_path / "copy.npz")
+    record = cache / "weights" / f"{sha256(copy)}.json"
 
-    def refused():
+    def check_unknown():
         with pytest.raises(InputError, match=r"needs the weights of its encoder, .*: --weights=F"):
             fdc_jax.open_run(folder).encoder(0)
 
-    refused()  # The file is gone, or another one, or no run has used it.
-    shutil.copy(digits, weights)
-    refused()
-    copy.replace(weights)
-    record.rename(away)
-    refused()
-    away.rename(record)
+    shutil.copy(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz", weights)
+    check_unknown()
+    weights.unlink()
+    check_unknown()
+    shutil.copy(copy, weights)
     assert fdc_jax.open_run(folder).encoders.pretrained.path == weights
+    record.unlink()
+    check_unknown()
 
 
-def test_a_run_of_an_earlier_version_is_opened_and_goes_on(finished_run, cache, tmp_path):
-    """Its fields that came later have their defaults; one that is gone is passed over."""
+def test_a_run_of_an_earlier_version_is_opened_and_resumes(finished_run, cache, tmp_path):
+    """Later fields have their defaults; a field that is gone is ignored."""
     copy = small_runs.copied(finished_run, tmp_path / "copy")
-    saved = json.loads((copy / "config.json").read_text())
+    path = copy / "config.json"
+    saved = read_json(path)
     later = [name for name in saved if name.startswith("learner.slca.")]
     later += ["encoder.heads", "evaluation.every", "train.schedule"]
     earlier = {name: value for name, value in saved.items() if name not in later}
-    (copy / "config.json").write_text(json.dumps(earlier | {"train.gone": 1, "num_tasks": None}))
+    write_json(path, earlier | {"train.gone": 1, "num_tasks": None})
     run = fdc_jax.open_run(copy)
     fields = configuration.flatten(run.config)
     assert {name: fields[name] for name in later} == {name: saved[name] for name in later}
@@ -142,15 +129,10 @@ def in_layout_of_0_2_0(folder):
     """Moves calibrators out of the checkpoints, whose cursors counted the tasks that are done."""
     for checkpoint in (folder / "checkpoints").iterdir():
         path = checkpoint / "cursor" / "metadata"
-        cursor = json.loads(path.read_text())
-        in_training = cursor["phase"] == "training"
-        earlier = {
-            "tasks_done": cursor["task"] + (not in_training),
-            "step": cursor["step"],
-            "training_time": cursor["seconds"],
-            "classes_per_task": cursor["classes_per_task"],
-        }
-        path.write_text(json.dumps(earlier))
+        cursor = read_json(path)
+        cursor["training_time"] = cursor.pop("seconds")
+        cursor["tasks_done"] = cursor.pop("task") + (cursor.pop("phase") != "training")
+        write_json(path, cursor)
         shutil.rmtree(checkpoint / "calibrators")
         write_manifest(checkpoint)
     return folder
@@ -171,7 +153,7 @@ def test_stopped_run_of_0_2_0_names_the_version_that_resumes_it(stopped_run, cac
     assert contents(folder) == before
 
 
-# Commands on a folder, in a process that writes down every file it opens and every address. Its
+# Commands on a folder, in a process that notes every file that it opens and every address. Its
 # cache has the programs that other tests compiled, and its report has no figures.
 COMMANDS = """
 import os, sys
@@ -211,10 +193,8 @@ print(codes)
 def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path, kind, benchmark):
     """No cache, images or weights that it names are read, and nothing is downloaded."""
     folder, known, stranger = (tmp_path / name for name in ("run", "own", "stranger"))
-    if kind == "export":
-        export.write(finished_run, folder)
-    else:
-        small_runs.copied(finished_run, folder)
+    make = export.write if kind == "export" else small_runs.copied
+    make(finished_run, folder)
     images = stranger / "images"
     for name in "0123456789":
         (images / "train" / name).mkdir(parents=True)
@@ -222,21 +202,25 @@ def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path,
     shutil.copytree(images / "train", images / "test")
     compiled = os.environ["JAX_COMPILATION_CACHE_DIR"]
     shutil.copytree(compiled, stranger / "cache" / "compiled")
-    for name in ("config.json", "results.json"):
-        saved = json.loads((folder / name).read_text())
-        fields = saved["config"] if name == "results.json" else saved
-        fields |= {"cache_dir": str(stranger / "cache"), "data.dir": str(images), "data.workers": 3}
-        fields |= {"data.source": str(images) if benchmark == "photos" else ""}
-        fields |= {"benchmark": benchmark, "encoder.weights": str(images / "weights.npz")}
-        (folder / name).write_text(json.dumps(saved))
+    forged = {
+        "cache_dir": str(stranger / "cache"),
+        "data.dir": str(images),
+        "data.workers": 3,
+        "data.source": str(images) if benchmark == "photos" else "",
+        "benchmark": benchmark,
+        "encoder.weights": str(images / "weights.npz"),
+    }
+    saved, record = read_json(folder / "config.json"), results(folder)
+    write_json(folder / "config.json", saved | forged)
+    write_json(folder / "results.json", record | {"config": record["config"] | forged})
     if kind == "export":
         write_manifest(folder)
     known.mkdir()
     image = shutil.copy(images / "test" / "0" / "0.png", known)
-    variables = {"FDC_JAX_CACHE": str(known / "cache")}
     environment = {name: value for name, value in os.environ.items() if "COMPILATION" not in name}
+    environment["FDC_JAX_CACHE"] = str(known / "cache")
     command = ("-c", COMMANDS, folder, known, stranger, image, compiled)
-    printed = small_runs.python(*command, env=environment | variables)
+    printed = small_runs.python(*command, env=environment)
     assert printed.splitlines()[-1] == "[0, 0, 0, 2]"  # The images of latency are to be named.
     assert (known / "cache").stat().st_mode & 0o777 == 0o700
     assert "needs the images of" in (known / "report" / "report.html").read_text()
@@ -246,10 +230,10 @@ def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path,
 
 def test_learner_outside_the_package_runs_only_if_named(finished_run, tmp_path):
     copy = small_runs.copied(finished_run, tmp_path / "copy")
-    saved = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(saved | {"learner.name": "tests.fails_in_loss"}))
+    name = "tests.fails_in_loss"
+    write_json(copy / "config.json", read_json(copy / "config.json") | {"learner.name": name})
     run = fdc_jax.open_run(copy)
     assert run.results is not None
     with pytest.raises(InputError, match="to run its code, name it: --learner="):
         run.encoder(1)
-    fdc_jax.open_run(copy, learner="tests.fails_in_loss").encoder(1)
+    fdc_jax.open_run(copy, learner=name).encoder(1)

@@ -77,7 +77,7 @@ def test_other_held_out_images_change_the_validation_alone(
         assert actual == expected
 
 
-def test_validation_accuracies_are_those_of_the_equations(validated_run):
+def test_validation_accuracies_follow_the_equations(validated_run):
     """Of every component, by the reference in float64 on the saved features."""
     features = feature_files.load(validated_run / "features")
     of = saved(validated_run, "features/validation")
