@@ -39,13 +39,12 @@ def test_intervals_over_samples_agree_with_the_bootstrap():
     before = np.where(rng.random(400) < 0.7, label, (label + 1) % 5)
     after = np.where(rng.random(400) < 0.3, (label + (rng.random(400) < 0.2)) % 5, before)
     right = (after == label).astype(float)
-    for values, actual in (
-        (right - (before == label), evaluation.sample_gain(label, before, after)),
-        (right, evaluation.share_of(after == label)),
-    ):
+    gains = 100 * (right - (before == label))
+    gain, share = evaluation.sample_gain(label, before, after), evaluation.share_of(after == label)
+    for values, actual in ((gains, gain), (100 * right, share)):
         options = dict(method="percentile", n_resamples=4999, batch=1000, rng=rng)
-        expected = scipy.stats.bootstrap((100 * values,), np.mean, **options)
-        assert actual.mean == pytest.approx(100 * values.mean())
+        expected = scipy.stats.bootstrap((values,), np.mean, **options)
+        assert actual.mean == pytest.approx(values.mean())
         assert actual.std == pytest.approx(expected.standard_error, rel=0.05)
         interval = expected.confidence_interval
         assert (actual.low, actual.high) == pytest.approx(interval, abs=0.35)

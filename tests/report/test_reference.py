@@ -136,6 +136,18 @@ def test_common_seeds_are_paired(values):
     assert np.isnan(row.difference_low)
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.lists(NUMBERS, min_size=2, max_size=5, unique=True), st.floats(0.01, 5))
+def test_differences_from_means_have_the_interval_of_welch(accuracies, std):
+    """At the ends of the interval his test is at its level."""
+    row = compared(dict(enumerate(accuracies)), 71.0, std, 3, {})
+    assert row.difference == pytest.approx(np.mean(accuracies) - 71.0)
+    sample = np.mean(accuracies), np.std(accuracies, ddof=1), len(accuracies)
+    for end in (row.difference_low, row.difference_high):
+        test = stats.ttest_ind_from_stats(*sample, 71.0 + end, std, 3, equal_var=False)
+        assert test.pvalue == pytest.approx(0.05)
+
+
 @pytest.mark.parametrize(
     ("accuracies", "std"), [([70.0], 1.0), ([70.0, 71.0], np.nan), ([70.0, 70.0], 0.0)]
 )

@@ -38,6 +38,7 @@ UNUSABLE = {
     "unfinished": "unfinished: no results.json, 1 task done",
     "cut": "unreadable",
     "list": "expected an object",
+    "fields": "results.json: expected a field benchmark",
     "predictions": "predictions.npz",
 }
 
@@ -47,10 +48,11 @@ def test_unusable_folders_are_named_and_stop_no_other(tmp_path):
     write_run(tmp_path / "good", None, columns, benchmark="digits")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
-    for seed, name in enumerate(("unfinished", "cut", "list", "predictions"), 2):
+    for seed, name in enumerate(("unfinished", "cut", "list", "fields", "predictions"), 2):
         write_run(tmp_path / name, seed=seed)
     (tmp_path / "cut" / "results.json").write_text('{"a": "cif')
     (tmp_path / "list" / "results.json").write_text("[1]")
+    (tmp_path / "fields" / "results.json").write_text("{}")
     (tmp_path / "predictions" / "predictions.npz").write_bytes(b"PK\x03\x04 cut")
     (tmp_path / "unfinished" / "results.json").unlink()
     (tmp_path / "unfinished" / "tasks").mkdir()

@@ -126,14 +126,6 @@ def test_a_wrong_value_names_its_file_and_field(run, line):
     assert f"{run}/{line}" in outcome(run)
 
 
-def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
-    good = shutil.copytree(run, tmp_path / "good")
-    (run / "results.json").write_text("{}")
-    (group,), skipped = runs.load([run, good])
-    assert [valid_run.folder for valid_run in group.runs] == [good]
-    assert "results.json: expected a field benchmark" in skipped[run]
-
-
 @pytest.mark.parametrize(
     "change",
     [{"task": None}, {"task": 2}, {"phase": "a"}, {"step": -1}, {"classes_per_task": []}, None, 3],
