@@ -1,4 +1,4 @@
-"""A run of seconds: in this process or in another, stopped and killed, compared with others."""
+"""A short run: in this process or in another, stopped and killed, compared with others."""
 
 import fcntl
 import json
@@ -41,7 +41,7 @@ def config(cache, **fields):
 
 
 def run(config, workdir):
-    """Runs or goes on in this process, and returns the results."""
+    """Runs or resumes in this process, and returns the results."""
     (collected,) = seeds.run(config, str(workdir), quiet=True)
     return json.loads(msgspec.json.encode(collected))
 
@@ -72,7 +72,7 @@ class StopsAt(StopRequest):
 
 
 def stopped(config, workdir, looks):
-    """Runs until a number of looks at the stop request, which come with every step and batch."""
+    """Runs until the stop request was read so many times: once per step and per batch."""
     try:
         seeds.run(config, str(workdir), True, StopsAt(looks))
     except Interrupted:
@@ -84,7 +84,7 @@ def stopped(config, workdir, looks):
 
 
 def python(*arguments, expected=0, cwd=REPOSITORY, env=None):
-    """Runs Python with these words to its end, and returns its output, or its errors if any."""
+    """Runs Python with arguments, and returns its output, or its errors if any are expected."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     command = [sys.executable, *map(str, arguments)]
     output, errors = finish(subprocess.Popen(command, cwd=cwd, env=env, **pipes), expected)
@@ -106,7 +106,9 @@ def start(workdir, *options, cache, devices=1, before=(), cwd=None):
     given = {"--config": REPOSITORY / "configs" / "digits.py"}
     given |= {f"--config.{name}": value for name, value in FIELDS.items()}
     given |= {"--workdir": workdir} if workdir else {}
-    given |= {name: value for name, _, value in (word.partition("=") for word in options)}
+    for option in options:
+        name, _, value = option.partition("=")
+        given[name] = value
     options_given = [f"{name}={value}" if value != "" else name for name, value in given.items()]
     return subprocess.Popen(
         [*before, *program, *options_given],
@@ -134,11 +136,11 @@ def wait_for(workdir, event, process, count=1):
     raise AssertionError(f"ended before {event}: {process.communicate()[1]}")
 
 
-# What a run leaves behind -------------------------------------------------------------------------
+# Files of a run ----------------------------------------------------------------------------------
 
 
 def results(workdir):
-    """Returns what `results.json` holds."""
+    """Returns the content of `results.json`."""
     return json.loads((workdir / "results.json").read_text())
 
 
@@ -157,7 +159,7 @@ def events(workdir, kind):
 
 
 def contents(workdir):
-    """Returns every file but those that say when something happened."""
+    """Returns the content of every file except those that have times."""
     return {
         path.relative_to(workdir).as_posix(): path.read_bytes()
         for path in workdir.rglob("*")
@@ -229,7 +231,7 @@ def test_files(opened, folder):
 
 
 def other_weights(folder):
-    """Writes the encoder with other numbers."""
+    """Writes the weights of the digits' encoder, all 1 % larger."""
     path = folder / "weights.npz"
     with np.load(REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
         np.savez(path, **{name: file[name] * 1.01 for name in file.files})
