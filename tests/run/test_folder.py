@@ -25,7 +25,7 @@ def copy(finished_run, tmp_path):
 def test_known_classes_come_from_the_longest_seed(finished_run, tmp_path):
     """A stop leaves the seeds of one command at different numbers of tasks."""
     saved = read_json(finished_run / "config.json")
-    folders = [tmp_path / name for name in "wxyz"]  # the last one is not begun
+    folders = [tmp_path / name for name in "wxyz"]  # the last one has no run
     for folder, sizes in zip(folders, ([2], [2, 1], [1, 1]), strict=False):
         names = dict.fromkeys("abc"[: sum(sizes)], "0" * 64)
         write_json(folder / "config.json", saved | {CLASSES: names, PLANNED: sizes})
