@@ -80,3 +80,11 @@ def test_portions_of_a_batch_give_the_same_moments(
     assert set(sizes) == {2}
     assert count == moments_and_count[1]
     np.testing.assert_allclose(moments, moments_and_count[0], rtol=1e-5, atol=1e-6)
+
+
+def test_registers_count_as_tokens():
+    model = SETUP.model.clone(variant=dataclasses.replace(toy.TINY, registers=2))
+    backbone = vit.initialise(model, toy.SIDE, jax.random.key(0))
+    setup, kernels = dataclasses.replace(SETUP, model=model), vit.pretrained_kernels(backbone)
+    _, count = attention_input_moments(setup, backbone, kernels, BATCHES)
+    assert count == 7 * 12
