@@ -145,6 +145,13 @@ def test_numbers_of_digits():
         assert [cell for cell in table[name] if cell] == expected
 
 
+def test_numbers_of_e2_lora_on_digits():
+    page = (REPOSITORY / "docs/results.md").read_text()
+    runs = [run["accuracy"] for run in saved("digits_e2_lora")["runs"]]
+    for calibrator in ("raw", "fdc", "gaussians"):
+        assert spread([run[calibrator] for run in runs]) in page
+
+
 def test_components_of_reduced_cifar100():
     record = saved("cifar100_reduced")
     table = rows("docs/results.md", "| Cumulative-LoRA | accuracy | gain |")
