@@ -67,18 +67,18 @@ def programs():
 
 def steps():
     """Returns a row per learner, its step of 64 images on v5e."""
-    found = records("v5e")
-    names = [name for name in learners.names(trained=True) if (name, 64) in found]
-    return [[learners.title(name), *cells(found[name, 64])] for name in names]
+    estimates = records("v5e")
+    names = [name for name in learners.names(trained=True) if (name, 64) in estimates]
+    return [[learners.title(name), *cells(estimates[name, 64])] for name in names]
 
 
 def passes():
     """Returns a row per pass before or after a task: its estimate, and divided by the step's."""
-    found = records("v5e", "v5e_passes")
-    step = milliseconds(found["cumulative_lora", 64])
+    estimates = records("v5e", "v5e_passes")
+    step = milliseconds(estimates["cumulative_lora", 64])
     rows = []
     for program, name in NAMES.items():
-        record = found[program, 64]
+        record = estimates[program, 64]
         estimate = milliseconds(record)
         seconds = f"{record['compile_processor_seconds']:.0f}"
         rows.append([name, f"{estimate:.1f}", f"{estimate / step:.2f}", memory(record), seconds])
@@ -87,14 +87,14 @@ def passes():
 
 def shares():
     """Returns a row per learner with passes: how many, and their share of passes and training."""
-    found, rows = records("v5e", "v5e_passes"), []
+    estimates, rows = records("v5e", "v5e_passes"), []
     for name, numbers in PASSES.items():
-        if (name, 64) not in found:
+        if (name, 64) not in estimates:
             continue
         extra = 0.0
         for program, count in numbers.items():
-            extra += count * milliseconds(found[program, 64])
-        training = EPOCHS * milliseconds(found[name, 64])
+            extra += count * milliseconds(estimates[program, 64])
+        training = EPOCHS * milliseconds(estimates[name, 64])
         counts = [str(numbers.get(program, "")) for program in NAMES]
         rows.append([learners.title(name), *counts, f"{100 * extra / (extra + training):.0f}"])
     return rows
@@ -102,10 +102,11 @@ def shares():
 
 def on_h100():
     """Returns a row per program, its temporary memory on one H100."""
-    found = records("h100")
-    names = dict.fromkeys(program for program, _ in found)
+    estimates = records("h100")
+    names = dict.fromkeys(program for program, _ in estimates)
     return [
-        [learners.title(name), *(memory(found[name, size]) for size in (64, 256))] for name in names
+        [learners.title(name), *(memory(estimates[name, size]) for size in (64, 256))]
+        for name in names
     ]
 
 
@@ -119,17 +120,17 @@ def on_h100():
         ("| on an H100 |", on_h100),
     ],
 )
-def test_tables_of_estimates_are_those_of_the_files(header, expected):
+def test_tables_equal_their_files(header, expected):
     assert table_under(PAGE, header) == expected()
 
 
-def test_scoring_and_its_extraction_are_those_of_the_file():
+def test_scoring_equals_its_file():
     of_file, page = records("v5e_scoring"), (REPOSITORY / PAGE).read_text()
     scoring, extraction = (milliseconds(of_file[name, 64]) for name in ("scoring", "extraction"))
     assert f"for 20 tasks in {scoring:.3f} ms on v5e, beside {extraction:.1f} ms" in page
 
 
-def test_page_has_the_command_and_the_commit_of_every_file():
+def test_page_names_command_and_commit_of_every_file():
     page = (REPOSITORY / PAGE).read_text()
     for path in FILES:
         record = saved(f"ahead_of_time/{path.stem}")
@@ -137,7 +138,7 @@ def test_page_has_the_command_and_the_commit_of_every_file():
         assert f"`{path.name}` | {record['versions']['commit'][:7]}" in page
 
 
-def test_passes_cost_what_learners_declare():
+def test_learners_declare_the_cost_of_their_passes():
     costs = {}
     for name, numbers in PASSES.items():
         costs[name] = numbers.get("squared_gradients", 0.0)

@@ -100,7 +100,7 @@ def test_an_epoch_meets_every_drawn_feature_once(monkeypatch, batch_size, steps)
     np.testing.assert_allclose(found["sum"], expected, atol=1e-4)
 
 
-def test_no_task_or_epoch_of_an_alignment_waits_for_the_device(monkeypatch):
+def test_alignment_is_one_program_without_waits(monkeypatch):
     retrain = counting(monkeypatch, 5, 4, [1] * 7)
     waits, wait = [], ArrayImpl.block_until_ready
     monkeypatch.setattr(
