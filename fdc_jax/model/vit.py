@@ -77,8 +77,8 @@ PRECISIONS = {
     "fast": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
 }
 
-# Precision of float32 products in passes for statistics, by the mode of training. A TPU needs half
-# of the time for the second, whose error is far below that of bfloat16.
+# Precision of float32 products in passes for statistics, by the mode of training. HIGH is three
+# bfloat16 products on a TPU, half of the time, and TF32 on a GPU; a processor ignores it.
 STATISTICS = {"parity": jax.lax.Precision.HIGHEST, "fast": jax.lax.Precision.HIGH}
 
 # Values of `Arithmetic.attention`; auto: cudnn, which needs half of the memory, if precision is
