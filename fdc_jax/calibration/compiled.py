@@ -138,8 +138,7 @@ def principal(
     if variances[16:].sum() < max(shares) * total:
         variances, vectors = scipy.linalg.eigh(matrix, driver="evd")
     directions = vectors.T[::-1].copy()
-    rounding = ROUNDING * variances[-1]
-    ranks = retained_ranks(variances, total, rounding, shares, len(view.features))
+    ranks = retained_ranks(variances, total, ROUNDING * variances[-1], shares, len(view.features))
     for rank in ranks:
         _separate(directions, matrix, rank)
     return [directions[:rank] for rank in ranks]

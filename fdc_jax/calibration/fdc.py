@@ -407,14 +407,12 @@ class FDC(Calibrator):
         """
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
-        weight = self.settings.pretrained_view_weight
-        given = self._batch(adapted, pretrained, weight > 0.0, wait)
+        given = self._batch(adapted, pretrained, self.settings.pretrained_view_weight > 0.0, wait)
         return compiled.blocks_of(given), [part[: len(given)] for part in self._packed]
 
     def unit_means(self) -> list[Float[np.ndarray, "c d"]]:
         """See `Calibrator.unit_means`."""
-        prototypes = attrgetter("prototypes")
-        return [np.vstack([*map(prototypes, views)]) for views in by_view(self.tasks)]
+        return [np.vstack([*map(attrgetter("prototypes"), of)]) for of in by_view(self.tasks)]
 
     @cached_property
     def _packed(self) -> tuple[list[PackedTasks], list[Array]]:

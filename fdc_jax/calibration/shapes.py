@@ -38,15 +38,14 @@ def padded(array: np.ndarray, size: int, fill: float = 0.0) -> np.ndarray:
 
 
 def stack(
-    arrays: Sequence[Any], count: int, axes: int, fill: float
+    arrays: Sequence[Any], count: int, least: Sequence[int], fill: float
 ) -> Float[np.ndarray, "count ..."]:
     """Returns arrays as rows of one of `count`, padded.
 
-    The leading `axes` have few sizes, at least 8; others are all equal.
+    The leading axes have at least the sizes `least`, and few sizes; others are all equal.
     """
     shape = [max(sizes) for sizes in zip(*map(np.shape, arrays), strict=True)]
-    for axis in range(axes):
-        shape[axis] = padded_size(shape[axis], 8)
+    shape[: len(least)] = map(padded_size, shape, least)
     rows = np.full((count, *shape), fill, np.float32)
     for index, array in enumerate(arrays):
         rows[index, *map(slice, np.shape(array))] = array

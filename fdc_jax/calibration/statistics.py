@@ -1,6 +1,6 @@
 """Statistics of tasks as FDC keeps and saves them, and packed as compiled programs read them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,17 +68,17 @@ class PackedTasks(NamedTuple):
     normalised: Float[Any, " t"] = None  # 1 if heads divide h by |h|
 
 
-# Padding by field: the number of padded axes of a task, and the value.
-_AXES = {"inside": 2} | dict.fromkeys("basis directions offset weight centre bias".split(), 1)
+# Padding by field: least sizes of the leading axes of a task, by default [8], and the value.
+_LEAST = {"mean": [], "basis": [16], "centre": [16], "inside": [8, 16]}
 _FILL = {"offset": np.inf, "bias": -np.inf, "residual_deviation": 1.0, "distance_deviation": 1.0}
 
 
-def stacked(tasks: Sequence[PackedTasks], count: int) -> PackedTasks:
+def stacked(tasks: Iterable[PackedTasks], count: int) -> PackedTasks:
     """Returns statistics of single tasks as those of `count` tasks, padded to few sizes."""
     fields = {}
     for name, *arrays in zip(PackedTasks._fields, *tasks, strict=True):
         if arrays[0] is not None:
-            fields[name] = stack(arrays, count, _AXES.get(name, 0), _FILL.get(name, 0.0))
+            fields[name] = stack(arrays, count, _LEAST.get(name, [8]), _FILL.get(name, 0.0))
     return PackedTasks(**fields)
 
 
@@ -88,7 +88,7 @@ def pack(
     """Returns `stacked` of tasks by view; `counts` are samples of each class, by task."""
     packed = []
     for index in range(len(tasks[0].views)):
-        by_task = [*map(partial(packed_task, index), tasks, counts, heads)]
+        by_task = map(partial(packed_task, index), tasks, counts, heads)
         packed.append(stacked(by_task, count))
     return packed
 
