@@ -156,7 +156,7 @@ def make(options: Namespace, fields: Sequence[str]) -> tuple[list[Run], dict[Inp
 
 
 def _by_name(words: Sequence[str]) -> dict[str, str]:
-    """Returns flags by their names, of which the last one holds."""
+    """Returns the last flag of every name, by name."""
     return {word.partition("=")[0]: word for word in words}
 
 
@@ -278,7 +278,8 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
 def _need(run: Run, speeds: Mapping[Any, tuple[float, str]], machines: Machines) -> Need:
     if run.results:
         return Need(0.0, "", 0.0)
-    kind, size = estimate.kind(run.config), estimate.size(run.config)
+    kind = estimate.kind(run.config)
+    size = estimate.size(run.config)
     if (*kind, run.learner) in speeds:
         seconds, source = speeds[*kind, run.learner]
     elif kind in speeds:

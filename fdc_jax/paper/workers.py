@@ -253,7 +253,7 @@ def on_ray(address: str, gpus: float) -> tuple[list[Worker], Attempt]:
             stop.poll()
             return Outcome(1, errors.line(error), killed=True)
 
-    return [Worker("", {}, ())] * int(count), attempt_on_ray
+    return [Worker("", {}, ()) for _ in range(int(count))], attempt_on_ray
 
 
 def _in_worker(run: Run, worker: Worker, folder: str) -> Outcome | None:
