@@ -67,7 +67,7 @@ def test_a_distant_mean_costs_no_digits(samples):
 
 
 @pytest.mark.parametrize("tile", [7, 30, 32])
-def test_directions_of_a_scatter_in_tiles_are_those_of_float64(tile, monkeypatch):
+def test_directions_of_a_scatter_by_tiles_equal_float64(tile, monkeypatch):
     monkeypatch.setattr(compiled, "TILE", tile)
     features = features_of_spectrum(1, 600, 60, 8, 0.9, offset=3.0)
     _, actual = mean_and_basis(features, 0.95)

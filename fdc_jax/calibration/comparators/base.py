@@ -98,8 +98,8 @@ class Comparator(Calibrator):
         checked = super()._head(head, task, width, first)
         if self.needs_linear and not isinstance(checked, LinearHead):
             name = inputs.name_of("head", task)
-            found = f"found a {type(head).__name__}"
-            raise inputs.NotApplicable(f"{name}: {self.name} needs linear heads, {found}")
+            kind = f"found a {type(head).__name__}"
+            raise inputs.NotApplicable(f"{name}: {self.name} needs linear heads, {kind}")
         return checked
 
 

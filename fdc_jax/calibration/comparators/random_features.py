@@ -155,7 +155,7 @@ class AnaCP(Comparator):
             maps.append(jax.device_put(float32(solve_ridge(gram, self.ridge, pulls))))
         random = np.random.default_rng([self.seed, 1])
         root = np.linalg.cholesky(covariance)
-        outer_gram = None
+        outer_gram: Any = None
         sums = []
         # Classes of a block.
         for of_block in row_slices(len(means), max(1, BLOCK_ROWS // self.samples_per_class)):
