@@ -66,8 +66,7 @@ def subspaces(
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
     rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # of the head, from 1; padding has 0
     centres = means_and_prototypes(rows, blocks, given)
-    # Expected numbers of directions: all of them in the first task.
-    near = [len(view.basis) for view in earlier[-1].views] if earlier else [100_000, 100_000]
+    near = [len(view.basis) for view in earlier[-1].views] if earlier else [0, 0]
     views = []
     for block, (mean, prototypes), count in zip(blocks, centres, near, strict=False):
         bases = compiled.principal(block, rows, mean, shares, count)
