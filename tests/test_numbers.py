@@ -255,3 +255,8 @@ def test_choices_of_validation_images():
             cells = [f"{name}, {gain}" for name, gain in zip(names, gains, strict=True)]
             expected.append([*cells, of["settings by validation"]])
     assert [cells[2:] for cells in table] == expected
+
+
+def test_results_name_no_path_of_a_machine():
+    for path in (REPOSITORY / "results").rglob("*.json"):
+        assert not re.search(r"[ =\"]/(home|root|tmp|work|Users|mnt)/", path.read_text()), path
