@@ -2,20 +2,21 @@
 
     1      FDC.__init__
     2-4    the caller: trains task t, extracts features
-    5-8    FDC._fit: 6 subspaces, moments, affinity_moments; 7 foreign_residuals
-    9      statistics.packed_task: W_t U_t; filtered: the logits of W~_t
-    10, 11 FDC._fit: moments; FDC.add
+    5-8    FDC._fit: 6 subspaces (PCA: compiled.principal), moments, affinity_moments;
+           7 foreign_residuals
+    9      statistics.packed_task: W_t U_t; filtered: the logits of W~_t, without W~_t itself
+    10-12  FDC._fit: moments; FDC.add
     13     FDC.finalize: fit_foreign
     14     the caller: extracts features
     15-19  FDC.score, for all tasks at once: measure; 16 filtered; 17 evidence, fuse; 18 fuse
     20     calibrator.Scores: task, label
 
-`settings` has the settings and the components, `statistics` the statistics of tasks (`Task`,
-`View`), also as programs read them (`PackedTasks`, `pack`). A view is an encoder: the adapted view
-(A, index 0) is E_t while learning and E_T at the end, the pretrained view (0, index 1) is E_0.
-Features are rows [n, d], and U_t is rows [r, d]. JAX computes in float32, with products of the
-highest precision; moments are float64 on the host. `measure` reads no setting and `fuse` no
-feature, so that a sweep of settings measures once.
+`settings` has the settings and the components. `statistics` has the types of a task's statistics
+(`Task`, `View`), also padded for compiled programs (`PackedTasks`, `pack`). A view is an encoder:
+the adapted view (A, index 0) is E_t while learning and E_T at the end, the pretrained view (0,
+index 1) is E_0. Features g = h are rows [n, d]; `basis` [r, d] is U_t^T. JAX computes in float32,
+with products of the highest precision; moments are float64 on the host. `measure` reads no setting
+and `fuse` no feature, so that a sweep of settings measures once.
 """
 
 import math
@@ -64,7 +65,7 @@ def subspaces(
     earlier: Sequence[Task],
 ) -> list[Sequence[View]]:
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
-    rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # of the head, from 1; padding has 0
+    rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # counted from 1, as padding has 0
     centres = means_and_prototypes(rows, blocks, given)
     near = [len(view.basis) for view in earlier[-1].views] if earlier else [0, 0]
     views = []
@@ -125,11 +126,14 @@ def affinity_moments(own: "Measured", neighbours: int) -> tuple[float, float]:
 
 
 class Measured(NamedTuple):
-    """Measurements of features against tasks; float32 has more digits of 1 - A_t than of A_t."""
+    """Measurements of features against tasks.
+
+    Distances stand for affinities, since 1 - A_t is small and has more digits in float32.
+    """
 
     residual: Float[Any, "n t"]  # rho_t
     distances: Float[Any, "n t c"] = None  # 1 - cosine to each prototype
-    raw: Float[Any, "n t c"] = None  # h W^T, as what follows in the adapted view
+    raw: Float[Any, "n t c"] = None  # h W^T; this and the rest in the adapted view alone
     projected: Float[Any, "n t c"] = None  # (h U)(W U)^T
     length: Float[Any, "n t"] = None  # |h|
     kept: Float[Any, "n t"] = None  # |h U|^2
@@ -185,7 +189,8 @@ def cosine_distances(centred: Any, length: Any, task: PackedTasks) -> Float[Arra
         |x|^2 / (|g| + |m|) + x.m^ (|m| - |g|) / (|g| + |m|) - x.(p - m^) + (|m| - m.p).
 
     The terms are as small as their sum. In float32, 1 minus the cosine of features that all point
-    nearly the same way has no correct digits. Sums that rounding errors of terms may reach are 0.
+    nearly the same way has no correct digits. A sum no larger than rounding errors of its terms is
+    0.
     """
     both = jnp.maximum(length + task.length, NORM_FLOOR)
     along = products(centred, task.directions)  # m^ first
@@ -285,7 +290,7 @@ def evidence(
 
     u = (view.residual - tasks.residual_mean[None]) / tasks.residual_deviation[None]
     is_usual = (neighbours == 1) & ~nearest
-    # As a branch, the usual affinities would be read again.
+    # Within the branch, `usual` would be read from memory a second time.
     result = jax.lax.cond(is_usual, jnp.zeros_like, other, usual)
     return u, -jnp.where(is_usual, usual, result)
 
@@ -300,8 +305,8 @@ def fuse(
 ) -> tuple[Float[Array, "n t"], Int[Array, "n t"]]:
     """Returns S_t and the best row of each head (Eq. score-fusion, Eq. dual-main, lines 17 and 18).
 
-    `measured`, `tasks` and `ratios` (`log_ratio`) have an item by view. RLC says nothing if neither
-    the input nor any sample of the task has a residual.
+    `measured`, `tasks` and `ratios` (coefficients of `log_ratio`) have an item by view. RLC is 0 if
+    neither the input nor any sample of the task has a residual.
     """
     logits = filtered(measured[0], tasks[0], on.tsf * settings.attenuation)
     score = logits.max(axis=-1)
@@ -353,10 +358,10 @@ class FDC(Calibrator):
         settings = self.settings
         blocks = compiled.blocks_of(given.views)
         (views,) = subspaces(blocks, given, [settings.retained_energy], self.tasks)  # Line 6.
-        # The task against itself, and line 9; `measure` reads no moments.
+        # Line 9, then the moments of line 6: own samples, measured by m_t, U_t, p_{t,c} and W_t.
         packed = pack([Task(views)], [given.counts], [given.head], 1)
-        measured = partial(measure_views, jax.device_put(packed))
-        own = blocks[0].gather(compiled.map_blocks(measured, *blocks))
+        measure_own = partial(measure_views, jax.device_put(packed))
+        own = blocks[0].gather(compiled.map_blocks(measure_own, *blocks))
         complete = [
             view._replace(
                 residual=moments(measured.residual),
@@ -380,7 +385,7 @@ class FDC(Calibrator):
         given.check_neighbours(self.settings.neighbours)
 
     def add(self, given: inputs.TaskInput, task: Task, foreign: Any, logits: Any) -> None:
-        """Adds a task's statistics, its u_j by view, and the logits [n, 1, c] of its samples."""
+        """Adds a task's statistics, its u_j by view, and its samples' raw logits [n, 1, c]."""
         known = self.foreign or [[] for _ in task.views]
         if foreign:
             known = [[*earlier, u] for earlier, u in zip(known, foreign, strict=True)]
@@ -390,7 +395,7 @@ class FDC(Calibrator):
         self._append(given, logits[:, 0].argmax(axis=1))
 
     def finalize(self, release: bool = False) -> None:
-        """Fits the foreign reference of RLC, and with `release` discards F^v, as line 13 does."""
+        """Fits the foreign reference of RLC (line 13), and with `release` discards F^v."""
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
         self.references = self.references or [*map(fit_foreign, self.foreign or [])]
