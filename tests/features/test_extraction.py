@@ -106,7 +106,7 @@ with jax.log_compiles():
     for count in (40, 37, 44, 1):
         actual = extract(placed[0], [placed[1]], batches(count))[0].features
         assert isinstance(actual, np.ndarray)
-        assert_allclose(actual, expected[:count], atol=2e-5)
+        np.testing.assert_allclose(actual, expected[:count], atol=2e-5)
 assert names == ["jit(encode)"], names
 """
 
