@@ -22,6 +22,13 @@ TINY = """
 data.train_per_class=6 data.test_per_class=4 train.epochs=1 train.batch_size=15 num_tasks=2
 classes_per_task=5 evaluation.batch_size=64 report=False
 """.split()
+# Without compilation, and of images by strict promotion: slow, beside the digits.
+PHOTOGRAPHED = [
+    "NaN as errors",
+    pytest.param("strict promotion", marks=pytest.mark.slow),
+    pytest.param("no compilation", marks=pytest.mark.slow),
+]
+METHODS = ["NaN as errors", "strict promotion", PHOTOGRAPHED[2]]
 PHOTOGRAPHS = """
 encoder.variant=digits encoder.weights=digits encoder.image_size=32 train.epochs=1
 train.batch_size=6 classes_per_task=1
@@ -59,7 +66,7 @@ def test_digits_are_learned(kind, tmp_path, cache):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", VARIABLES)
+@pytest.mark.parametrize("kind", METHODS)
 def test_all_methods_fit_the_example(kind, tmp_path):
     tables = []
     for variables in ({}, VARIABLES[kind]):
@@ -70,7 +77,7 @@ def test_all_methods_fit_the_example(kind, tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", VARIABLES)
+@pytest.mark.parametrize("kind", PHOTOGRAPHED)
 def test_own_photographs_are_learned(kind, tmp_path, cache, photographs):
     fields = [*PHOTOGRAPHS, f"data.source={photographs}"]
     run(tmp_path, "own", fields, variables=VARIABLES[kind])

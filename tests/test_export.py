@@ -19,7 +19,7 @@ from tests import small_runs
 from tests.errors import input_error
 
 ROWS = np.arange(0, 60, 5)
-OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("rsiat", "slca")]
+OTHERS = [pytest.param("slca", marks=pytest.mark.ci), pytest.param("rsiat", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")

@@ -383,7 +383,7 @@ def test_measuring_processes_end_with_their_parent(tmp_path, cache):
     process.communicate(timeout=120)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_workers_continue_after_a_kill(tmp_path, cache):
     workdir = tmp_path / "runs"
     first = workdir / "digits" / "cumulative_lora" / "seed_1"

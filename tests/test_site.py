@@ -110,7 +110,13 @@ def test_notebooks_compile_and_hold_their_outputs(path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.slow if path.stem == "learner" else (), id=path.stem)
+        for path in NOTEBOOKS
+    ],
+)
 def test_notebooks_run(path, tmp_path):
     pytest.importorskip("nbconvert")
     if path.stem in ("peft", "pytorch"):

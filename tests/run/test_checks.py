@@ -16,7 +16,7 @@ def messages(caplog):
     assert not [record.getMessage() for record in caplog.records if "probably" in record.msg]
 
 
-IN_CI = {"cumulative_lora", "rsiat", "slca"}  # heads alone, moved means, a slow encoder
+IN_CI = {"cumulative_lora", "slca"}  # heads alone, a slow encoder
 LEARNERS = [
     pytest.param(name, marks=pytest.mark.ci if name in IN_CI else pytest.mark.slow)
     for name in learners.names()

@@ -86,7 +86,7 @@ def test_run_fits_the_named_calibrators_and_keeps_no_features(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["rsiat", "slca"])
+@pytest.mark.parametrize("name", ["slca", pytest.param("rsiat", marks=pytest.mark.slow)])
 def test_encoder_before_a_task_is_kept_with_the_newest(cache, tmp_path, name):
     """Other encoders are refused when the run is opened."""
     fields, folder = config(cache, learner__name=name), tmp_path / "run"
