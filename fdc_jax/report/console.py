@@ -14,9 +14,9 @@ from fdc_jax.report.runs import Group
 
 FDC_IN_WORDS = (
     "Routing is the choice of the task, by the head with the largest corrected logit. FDC corrects "
-    "logits by three components: TSF keeps the part of a feature within the task's principal "
-    "subspace, RLC scores how typical the rest is of the task, and PAC scores how near the closest "
-    "class prototype is."
+    "logits by three components: TSF weakens the part of a feature outside the task's principal "
+    "subspace, RLC scores how typical that part is of the task, and PAC scores how near the "
+    "closest class prototype is."
 )
 
 
