@@ -23,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 PACKAGE = REPOSITORY / "fdc_jax"
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+LONG = ("learner", "run")  # notebooks that train for minutes
 browser = test_browser.browser
 NOTATION = re.findall(r"`([a-z]\w*(?:\.\w+)+)`", (DOCS / "notation.md").read_text())
 
@@ -113,7 +114,7 @@ def test_notebooks_compile_and_hold_their_outputs(path):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=pytest.mark.slow if path.stem == "learner" else (), id=path.stem)
+        pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else (), id=path.stem)
         for path in NOTEBOOKS
     ],
 )
