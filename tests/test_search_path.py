@@ -87,7 +87,9 @@ COMMANDS = {
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "paper" else ()) for n in COMMANDS]
+)
 def test_no_command_runs_files_of_the_current_folder(name, stranger, cache):
     run_in(stranger, cache, "-m", "fdc_jax", name, *COMMANDS[name].split())
 
