@@ -146,9 +146,10 @@ def share_of(right: Bool[np.ndarray, " n"]) -> Gain:
     """
     share = float(np.mean(right))
     extra = _QUANTILE**2 / len(right)
+    variance = share * (1 - share)
     middle = (share + extra / 2) / (1 + extra)
-    reach = float(np.sqrt(extra * (share * (1 - share) + extra / 4))) / (1 + extra)
-    std = float(np.sqrt(share * (1 - share) / len(right)))
+    reach = float(np.sqrt(extra * (variance + extra / 4))) / (1 + extra)
+    std = float(np.sqrt(variance / len(right)))
     return Gain(100 * share, 100 * std, 100 * (middle - reach), 100 * (middle + reach))
 
 
@@ -160,10 +161,11 @@ def sample_gain(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> G
     """
     label, first, second = map(np.asarray, (true_label, before, after))
     change = (second == label).astype(float) - (first == label)
+    total = float(change.sum())
     moved = float(np.sum(change**2)) + 1
     size = len(change) + 2
-    std = float(np.sqrt(moved - change.sum() ** 2 / size)) / size
-    middle = float(change.sum()) / size
+    std = float(np.sqrt(moved - total**2 / size)) / size
+    middle = total / size
     reach = _QUANTILE * std
     gain = float(change.mean())
     return Gain(100 * gain, 100 * std, 100 * (middle - reach), 100 * (middle + reach))
@@ -206,7 +208,8 @@ def measure(
         measures.routing_accuracy[name] = part.routing_accuracy
         measures.task_accuracy[name] = task_accuracies(tasks, right)
         if probabilities is not None:
-            stated = probabilities.max(axis=1)  # of the predicted class
+            # Of the class that this calibrator predicts.
+            stated = probabilities[np.concatenate(of.classes) == of.label[:, None]]
             measures.calibration_error[name] = calibration_error(stated, right)
             measures.chance_calibration_error[name] = chance_calibration_error(stated)
     if "raw" in scores:

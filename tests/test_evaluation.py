@@ -98,3 +98,17 @@ def test_the_calibration_error_has_fifteen_bins():
     confidence, right = np.array([0.06, 0.069, 0.9, 0.9]), np.array([True, False, True, False])
     error = evaluation.calibration_error(confidence, right)
     assert error == pytest.approx(100 * (0.94 + 0.069 + 2 * 0.4) / 4)
+
+
+def test_calibration_errors_are_of_the_own_answer():
+    classes = (np.array([7, 2]), np.array([5]))
+    probabilities = np.array([[0.7, 0.2, 0.1], [0.6, 0.1, 0.3]])
+    labels, tasks = np.array([7, 5]), np.array([0, 1])
+    first = np.array([[1.0, 0.0], [1.0, 0.0]])  # The first task has the larger score.
+    rows = np.zeros((2, 2), np.int32)
+    scores = {"gaussians": Scores(first, rows, classes), "fdc": Scores(-first, rows, classes)}
+    measures = evaluation.measure(scores, labels, tasks, probabilities)
+    of_first = evaluation.calibration_error(np.array([0.7, 0.6]), np.array([True, False]))
+    of_second = evaluation.calibration_error(np.array([0.1, 0.3]), np.array([False, True]))
+    expected = {"gaussians": of_first, "fdc": of_second}
+    assert measures.calibration_error == pytest.approx(expected)
