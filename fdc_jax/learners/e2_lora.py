@@ -197,9 +197,9 @@ class E2LoRA(Learner):
     @functools.cached_property
     def _align(self):
         """The training of heads on features drawn from Gaussians, compiled once for all tasks."""
-        rates = gaussian_alignment.cosine_rates(self.alignment_epochs, self.head_rate)
-        loss = gaussian_alignment.linear_loss(0.0)
-        return gaussian_alignment.retraining(loss, training.sgd(DECAY), rates)
+        return gaussian_alignment.linear_retraining(
+            training.sgd(DECAY), self.alignment_epochs, self.head_rate, temperature=0.0
+        )
 
     def encoder(self, backbone: Any, state: State, num_tasks: int) -> Replaced:
         """Returns all parameters of the newest encoder; the pretrained kernels for E_0.

@@ -28,7 +28,7 @@ class ClassGaussians(NamedTuple):
     """One Gaussian per class in slots [task, class of the task]; slots without a fit are zero."""
 
     means: Float[Array, "t c d"]
-    # Lower triangular, factor @ factor.T = covariance + ridge * I; the array stays on the host.
+    # Lower triangular, factor @ factor.T = covariance + ridge * I; on the host between alignments.
     factors: Float[np.ndarray, "t c d d"]
 
 
@@ -182,14 +182,19 @@ def retraining(
     return retrain
 
 
-def linear_loss(temperature: float) -> Callable[..., Float[Array, ""]]:
-    """Returns the loss of linear heads for `retraining`; see `cross_entropy_over_all`."""
+def linear_retraining(
+    transformation: optax.GradientTransformation, epochs: int, rate: float, temperature: float
+) -> Callable[..., Any]:
+    """Returns `retraining` of linear heads along a cosine from a rate.
+
+    The loss is `cross_entropy_over_all` with a temperature.
+    """
 
     def loss(heads, features, labels, weights, seen):
         logits = jax.vmap(lambda head: head.logits(features), out_axes=1)(heads)
         return cross_entropy_over_all(logits, labels, weights, seen, temperature)
 
-    return loss
+    return retraining(loss, transformation, cosine_rates(epochs, rate))
 
 
 def cross_entropy_over_all(

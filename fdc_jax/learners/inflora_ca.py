@@ -99,6 +99,6 @@ class InfLoRACA(InfLoRA):
         rate, transformation = LEARNING_RATE, optax.scale_by_adam()
         if self.setup.native:
             rate, transformation = NATIVE_LEARNING_RATE, training.sgd(NATIVE_WEIGHT_DECAY)
-        rates = gaussian_alignment.cosine_rates(EPOCHS, rate)
-        loss = gaussian_alignment.linear_loss(self.logit_temperature)
-        return gaussian_alignment.retraining(loss, transformation, rates)
+        return gaussian_alignment.linear_retraining(
+            transformation, EPOCHS, rate, self.logit_temperature
+        )

@@ -127,9 +127,9 @@ class SLCA(Learner):
     @functools.cached_property
     def _align(self):
         """The training of heads on features drawn from Gaussians, compiled once for all tasks."""
-        rates = gaussian_alignment.cosine_rates(self.alignment_epochs, ALIGNMENT_RATE)
-        loss = gaussian_alignment.linear_loss(self.logit_temperature)
-        return gaussian_alignment.retraining(loss, training.sgd(DECAY), rates)
+        return gaussian_alignment.linear_retraining(
+            training.sgd(DECAY), self.alignment_epochs, ALIGNMENT_RATE, self.logit_temperature
+        )
 
     def encoder(self, backbone: Any, state: State, num_tasks: int) -> Replaced:
         """Returns all parameters of the newest encoder; the pretrained kernels for E_0.

@@ -459,7 +459,7 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, each):
         )
 
 
-IN_PORTIONS = [each for each in NAMES if learners.find(each).mean_over_images]
+IN_PORTIONS = [name for name in NAMES if learners.find(name).mean_over_images]
 
 
 @pytest.mark.parametrize("name", fast_and_slow("ewc_lora", names=IN_PORTIONS))
