@@ -148,16 +148,16 @@ def make(options: Namespace, fields: Sequence[str]) -> tuple[list[Run], dict[Inp
     for seed, learner, benchmark in itertools.product(seeds, learner_names, benchmark_names):
         learners.find(learner, "--learners")
         flags = _by_name([f"--config={benchmark}:{learner}", *data[benchmark], *_FLAGS, *fields])
-        words = *flags.values(), f"--config.seed={seed}"
-        config, _ = setups.recognise(configured(words))
+        settings = [*flags.values(), f"--config.seed={seed}"]
+        config, _ = setups.recognise(configured(settings))
         folder = Path(options.workdir, benchmark, learner, f"seed_{seed}")
-        runs.append(Run(benchmark, learner, folder, (*words, f"--workdir={folder}"), config))
+        runs.append(Run(benchmark, learner, folder, (*settings, f"--workdir={folder}"), config))
     return runs, missing
 
 
-def _by_name(words: Sequence[str]) -> dict[str, str]:
+def _by_name(flags: Sequence[str]) -> dict[str, str]:
     """Returns the last flag of every name, by name."""
-    return {word.partition("=")[0]: word for word in words}
+    return {flag.partition("=")[0]: flag for flag in flags}
 
 
 def _find_data(benchmark: str, data: str) -> list[str]:
@@ -268,24 +268,23 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
     for kind, machine in machines.items():
         if machine.seconds:
             speeds[kind] = machine.seconds, f"{machine.device} (a timed step)"
-    for run in runs:
-        if (results := run.results) and (speed := estimate.seconds_per_pass(results)):
+    read = [(run, run.results) for run in runs]
+    for run, results in read:
+        if results and (speed := estimate.seconds_per_pass(results)):
             kind = estimate.kind(run.config)
             speeds[kind] = speeds[*kind, run.learner] = speed, f"{results.device} (finished runs)"
-    return [_need(run, speeds, machines) for run in runs]
+    return [
+        Need(0.0, "", 0.0) if results else _need(run, speeds, machines) for run, results in read
+    ]
 
 
 def _need(run: Run, speeds: Mapping[Any, tuple[float, str]], machines: Machines) -> Need:
-    if run.results:
-        return Need(0.0, "", 0.0)
+    """Returns the needs of a run that is not finished, from seconds per pass and their source."""
     kind = estimate.kind(run.config)
     size = estimate.size(run.config)
-    if (*kind, run.learner) in speeds:
-        seconds, source = speeds[*kind, run.learner]
-    elif kind in speeds:
-        seconds, source = speeds[kind]
-    else:
-        seconds, source = _seconds_of_paper(run.benchmark) * estimate.cost(run.config), _PAPER
+    known = speeds.get((*kind, run.learner)) or speeds.get(kind)
+    scaled = _seconds_of_paper(run.benchmark) * estimate.cost(run.config)
+    seconds, source = known or (scaled, _PAPER)
     left = 1 - len(RunFolder(run.folder).recorded_tasks()) / size.tasks
     gib = math.nan
     if machine := machines.get(kind):
