@@ -9,6 +9,8 @@ from sklearn.decomposition import PCA
 
 SCALE_FLOOR = 1e-6
 TINY = 1e-12
+# Smaller residual ratios are rounding errors of float32; without a residual RLC says nothing.
+RATIO_ROUNDING = 2.0**-18
 
 
 def pca_basis(features, share):
@@ -95,19 +97,33 @@ def log_ratio(u, mu, variance):
 
 
 class Reference:
-    """tasks: list of (adapted, rows, head, pretrained or None), `rows` being head rows."""
+    """tasks: list of (adapted, rows, head, pretrained or None), `rows` being head rows.
 
-    def __init__(self, tasks, eta=0.75, gamma=0.5, neighbours=1, nearest=False):
+    `weights` are those of the adapted and of the pretrained view.
+    """
+
+    def __init__(
+        self,
+        tasks,
+        eta=0.75,
+        gamma=0.5,
+        alpha=1.0,
+        beta=1.0,
+        weights=(1.0, 1.0),
+        neighbours=1,
+        nearest=False,
+    ):
         self.gamma, self.nearest = gamma, nearest
+        self.alpha, self.beta, self.weights = alpha, beta, weights
         self.heads = [task[2] for task in tasks]
         self.views = []
-        for place in (0, 3):
-            if tasks[0][place] is None:
+        for column in (0, 3):
+            if tasks[0][column] is None:
                 continue
             fitted = []
             for task in tasks:
-                features = np.asarray(task[place], np.float64)
-                classes = len(task[4]) if len(task) > 4 else int(task[1].max()) + 1
+                features = np.asarray(task[column], np.float64)
+                classes = int(task[1].max()) + 1
                 fitted.append((features, ViewOfTask(features, task[1], classes, eta, neighbours)))
             self.views.append(([view for _, view in fitted], fit_foreign(fitted)))
         self.sigma = {True: [], False: []}
@@ -135,6 +151,9 @@ class Reference:
         if foreign is not None:
             mu, variance, tau = foreign
             rlc = np.tanh(log_ratio(u, mu, variance) / tau)
+            for t, task in enumerate(tasks):
+                if task.rho_mean < RATIO_ROUNDING:
+                    rlc[task.residual(features) < RATIO_ROUNDING, t] = 0.0
         affinity = np.stack([task.affinity(features) for task in tasks], axis=1)
         if self.nearest:
             std = np.maximum(affinity.std(axis=1, keepdims=True), SCALE_FLOOR)
@@ -144,29 +163,18 @@ class Reference:
             q = (affinity - means) / np.array([task.aff_std for task in tasks])
         return rlc, np.tanh(q)
 
-    def score(
-        self,
-        adapted,
-        pretrained=None,
-        tsf=True,
-        rlc=True,
-        pac=True,
-        views=(True, True),
-        alpha=1.0,
-        beta=1.0,
-        weights=(1.0, 1.0),
-    ):
+    def score(self, adapted, pretrained=None, tsf=True, rlc=True, pac=True, views=(True, True)):
         """Returns scores [n, T] and local argmaxes [n, T]."""
         adapted = np.asarray(adapted, np.float64)
         logits = [self.logits(t, adapted, tsf) for t in range(len(self.heads))]
-        score = np.stack([each.max(axis=1) for each in logits], axis=1)
+        score = np.stack([z.max(axis=1) for z in logits], axis=1)
         sigma = np.array(self.sigma[tsf])
         for view, features in enumerate((adapted, pretrained)):
             if features is None or not views[view]:
                 continue
             down, up = self.corrections(view, features)
             if pac:
-                score = score + weights[view] * beta * sigma * up
+                score = score + self.weights[view] * self.beta * sigma * up
             if rlc:
-                score = score - weights[view] * alpha * sigma * down
-        return score, np.stack([each.argmax(axis=1) for each in logits], axis=1)
+                score = score - self.weights[view] * self.alpha * sigma * down
+        return score, np.stack([z.argmax(axis=1) for z in logits], axis=1)

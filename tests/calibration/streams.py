@@ -167,7 +167,8 @@ def fit(calibrator, tasks, kind="linear", dual=True, previous=None):
     for number, task in enumerate(tasks):
         before = {"previous": previous[number]} if previous else {}
         pretrained = task.pretrained if dual else None
-        calibrator.fit_task(task.adapted, task.labels, head_of(task, kind), pretrained, **before)
+        head = head_of(task, kind)
+        calibrator.fit_task(task.adapted, task.labels, head, pretrained, task.classes, **before)
     calibrator.finalize()
     return calibrator
 
@@ -179,34 +180,45 @@ def fitted(tasks, kind="linear", dual=True, previous=None, method="fdc", **setti
 
 def previous_of(tasks, seed=7):
     """Returns features of every task's samples by an encoder unlike the task's own."""
-    rng, found = np.random.default_rng(seed), [None]
+    rng = np.random.default_rng(seed)
+    previous = [None]
     for task in tasks[1:]:
         width = task.adapted.shape[1]
         matrix = np.eye(width) + 0.1 * rng.normal(size=(width, width))
         noise = 0.1 * rng.normal(size=task.adapted.shape)
-        found.append((task.adapted @ matrix + 0.4 + noise).astype(np.float32))
-    return found
+        previous.append((task.adapted @ matrix + 0.4 + noise).astype(np.float32))
+    return previous
 
 
-def fitted_reference(tasks, kind="linear", dual=True, **settings):
-    """Returns the reference on the same tasks."""
-    return reference.Reference(
-        [
-            (task.adapted, task.rows, reference_head(task, kind), task.pretrained if dual else None)
-            for task in tasks
-        ],
-        **settings,
-    )
+# The reference's names of settings.
+SYMBOLS = {
+    "retained_energy": "eta",
+    "attenuation": "gamma",
+    "rlc_weight": "alpha",
+    "pac_weight": "beta",
+    "neighbours": "neighbours",
+}
 
 
-def relative_error(found, expected):
-    """Returns the largest difference as a share of the spread of what is expected."""
+def fitted_reference(tasks, kind="linear", dual=True, nearest=False, **settings):
+    """Returns the reference on the same tasks with the same settings."""
+    weights = [settings.pop(f"{view}_view_weight", 1.0) for view in ("adapted", "pretrained")]
+    inputs = []
+    for task in tasks:
+        pretrained = task.pretrained if dual else None
+        inputs.append((task.adapted, task.rows, reference_head(task, kind), pretrained))
+    symbols = {SYMBOLS[name]: value for name, value in settings.items()}
+    return reference.Reference(inputs, weights=weights, nearest=nearest, **symbols)
+
+
+def relative_error(actual, expected):
+    """Returns the largest difference divided by the standard deviation of what is expected."""
     expected = np.asarray(expected)
-    return float(np.abs(found - expected).max() / max(expected.std(), 1e-3))
+    return float(np.abs(actual - expected).max() / max(expected.std(), 1e-3))
 
 
-def same_scores(found, expected, inputs):
+def same_scores(actual, expected, inputs):
     """Asserts that two calibrators score inputs the same, bit for bit."""
-    ours, theirs = (each.score(*inputs) for each in (found, expected))
-    np.testing.assert_array_equal(ours.task_scores, theirs.task_scores)
-    np.testing.assert_array_equal(ours.label, theirs.label)
+    scores, wanted = actual.score(*inputs), expected.score(*inputs)
+    np.testing.assert_array_equal(scores.task_scores, wanted.task_scores)
+    np.testing.assert_array_equal(scores.label, wanted.label)
