@@ -27,13 +27,13 @@ def test_interval_of_gains_is_the_paired_t_interval():
     expected = scipy.stats.ttest_rel(after, before).confidence_interval(0.95)
     assert gain.mean == pytest.approx(np.mean(after) - np.mean(before))
     assert (gain.low, gain.high) == pytest.approx(expected)
-    # No interval where seeds say nothing of chance.
+    # Equal seeds, or one seed, give no interval.
     for same in ([1.0, 1.0], [1.0]):
         assert math.isnan(evaluation.student(same).low)
     assert evaluation.student([99.0, 99.9], 0, 100)[2:4] == (pytest.approx(93.73, abs=0.01), 100)
 
 
-def test_intervals_over_samples_agree_with_the_bootstrap():
+def test_intervals_over_samples_equal_the_bootstrap():
     rng = np.random.default_rng(3)
     label = rng.integers(0, 5, 400)
     before = np.where(rng.random(400) < 0.7, label, (label + 1) % 5)
@@ -51,13 +51,13 @@ def test_intervals_over_samples_agree_with_the_bootstrap():
 
 
 @pytest.mark.parametrize("count", [0, 3, 112])
-def test_few_images_never_give_an_empty_interval(count):
+def test_intervals_of_few_images_are_never_empty(count):
     actual = evaluation.share_of(np.arange(112) < count)
     expected = scipy.stats.binomtest(count, 112).proportion_ci(method="wilson")
     assert (actual.low, actual.high) == pytest.approx((100 * expected.low, 100 * expected.high))
     label = np.zeros(112, int)
     same = evaluation.sample_gain(label, label, label)
-    # Of 114, half a sample is put right and half a one spoiled.
+    # Half a sample of 114 is corrected, and half a sample spoiled.
     reach = 100 * scipy.stats.norm.ppf(0.975) / 114
     assert (same.mean, same.low, same.high) == pytest.approx((0.0, -reach, reach))
 
@@ -71,7 +71,7 @@ def scores(*tasks):
     return Scores(np.eye(2)[[*tasks]], np.zeros((len(tasks), 2), int), classes)
 
 
-def test_results_of_calibrators_are_measured_side_by_side():
+def test_calibrators_are_measured_side_by_side():
     """Three images: the first class of each task and the second one of task 1."""
     labels, tasks = np.array([0, 2, 3]), np.array([0, 1, 1])
     both = {"raw": scores(0, 0, 0), "ncm": scores(1, 1, 1)}
@@ -94,13 +94,23 @@ def test_results_of_calibrators_are_measured_side_by_side():
 
 
 def test_the_calibration_error_has_fifteen_bins():
-    """0.06 is in the first bin, 0.069 in the second one; of two of 0.9 half are right."""
+    """0.06 is in the first bin, 0.069 in the second one; one of the two of 0.9 is right."""
     confidence, right = np.array([0.06, 0.069, 0.9, 0.9]), np.array([True, False, True, False])
     error = evaluation.calibration_error(confidence, right)
     assert error == pytest.approx(100 * (0.94 + 0.069 + 2 * 0.4) / 4)
 
 
-def test_calibration_errors_are_of_the_own_answer():
+def test_few_samples_have_a_calibration_error_by_chance():
+    """Of n samples with probability p in one bin, k are right by the binomial distribution."""
+    k = np.arange(10)
+    expected = 100 * np.sum(scipy.stats.binom.pmf(k, 9, 0.9) * np.abs(k / 9 - 0.9))
+    chance = evaluation.chance_calibration_error
+    assert chance(np.full(9, 0.9)) == pytest.approx(expected, rel=0.25)
+    assert chance(np.full(90_000, 0.9)) < 0.2
+    assert chance(np.ones(9)) == 0.0
+
+
+def test_each_calibrator_is_measured_by_its_own_answers():
     classes = (np.array([7, 2]), np.array([5]))
     probabilities = np.array([[0.7, 0.2, 0.1], [0.6, 0.1, 0.3]])
     labels, tasks = np.array([7, 5]), np.array([0, 1])
