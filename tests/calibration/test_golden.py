@@ -77,28 +77,28 @@ def assert_golden(entry, scores):
     assert_near(scores.task_scores, EXPECTED[f"{entry}: scores"], entry)
 
 
-def assert_near(found, expected, entry):
+def assert_near(actual, expected, entry):
     tolerance = 1e-4 * expected[np.isfinite(expected)].std()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance, err_msg=entry)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance, err_msg=entry)
 
 
 @pytest.mark.parametrize("entry", CASES)
-def test_labels_scores_and_storage_are_what_they_were(entry):
+def test_labels_scores_and_storage_are_golden(entry):
     method, settings, without = CASES[entry]
     calibrator = fitted(method, settings, without)
     assert_golden(entry, calibrator.score(*inputs(without)))
     assert calibrator.storage_bytes == STORAGE[entry]
     if f"{entry}: class scores" in EXPECTED:
-        found = calibrator.class_scores(*inputs(without))
-        assert_near(found, EXPECTED[f"{entry}: class scores"], entry)
+        actual = calibrator.class_scores(*inputs(without))
+        assert_near(actual, EXPECTED[f"{entry}: class scores"], entry)
 
 
 @pytest.mark.parametrize("method", ["fdc", "gaussians"])
-def test_components_are_what_they_were(method):
-    found = fitted(method, {}).components(*inputs())
-    assert_golden(method, found.pop("full"))
+def test_components_are_golden(method):
+    actual = fitted(method, {}).components(*inputs())
+    assert_golden(method, actual.pop("full"))
     known = {name.partition(":")[0] for name in EXPECTED}
     known = {name for name in known if name.startswith(f"{method} ")} - CASES.keys()
-    assert {f"{method} {name}" for name in found} == known
-    for name, scores in found.items():
+    assert {f"{method} {name}" for name in actual} == known
+    for name, scores in actual.items():
         assert_golden(f"{method} {name}", scores)
