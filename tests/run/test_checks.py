@@ -16,14 +16,8 @@ def messages(caplog):
     assert not [record.getMessage() for record in caplog.records if "probably" in record.msg]
 
 
-IN_CI = {"cumulative_lora", "slca"}  # heads alone, a slow encoder
-LEARNERS = [
-    pytest.param(name, marks=pytest.mark.ci if name in IN_CI else pytest.mark.slow)
-    for name in learners.names()
-]
-
-
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", learners.names())
 def test_features_of_a_learner_give_no_warning(name, cache, tmp_path):
     fields = {"learner.name": name, "classes_per_task": 2, "data.train_per_class": 40}
     results = small_runs.run(small_runs.config(cache, **fields), tmp_path / "run")

@@ -87,8 +87,8 @@ def test_run_fits_the_named_calibrators_and_keeps_no_features(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["slca", pytest.param("rsiat", marks=pytest.mark.slow)])
-def test_encoder_before_a_task_is_kept_with_the_newest(cache, tmp_path, name):
-    """Other encoders are refused when the run is opened."""
+def test_encoder_before_a_task_is_kept_with_the_newest(cache, tmp_path, caplog, name):
+    """Other encoders are refused when the run is opened; nothing warns of the features."""
     fields, folder = config(cache, learner__name=name), tmp_path / "run"
     stopped(fields, folder, 23)
     before = fdc_jax.open_run(folder)
@@ -105,6 +105,7 @@ def test_encoder_before_a_task_is_kept_with_the_newest(cache, tmp_path, name):
     tasks = feature_files.load(folder / "features").tasks
     assert [task.final_head is None for task in tasks] == [False, True]
     small_runs.check_fit_again(folder, tmp_path / "again.npz", "fdc")
+    assert not [message for message in caplog.messages if "probably" in message]
 
 
 def test_every_step_is_taken_once(finished_run):

@@ -1,4 +1,4 @@
-"""The digits run as it was at commit 37c3121, and the keys of `results.json`, in `tests/golden`."""
+"""Runs on the digits as at commit c3e1f5a, and the keys of `results.json`, in `tests/golden`."""
 
 import hashlib
 import json
@@ -31,19 +31,27 @@ def digest(tree):
 
 
 @pytest.mark.ci
-def test_digits_reproduce_the_golden_run(tmp_path, cache):
-    """Bit for bit, where this machine computes as the one did that made the file."""
+@pytest.mark.parametrize(
+    ("name", "epochs"), [("digits_short", 2), pytest.param("digits", 0, marks=pytest.mark.slow)]
+)
+def test_digits_reproduce_the_golden_run(name, epochs, tmp_path, cache, caplog):
+    """Bit for bit, where this machine computes as the one did that made the file.
+
+    Nothing warns of its features.
+    """
     config = digits.get_config()
-    config.update(cache_dir=str(cache), report=False)
-    actual, expected = small_runs.run(configuration.typed(config), tmp_path), golden("digits")
+    fields = {"cache_dir": str(cache), "report": False, "train.epochs": epochs}
+    config.update_from_flattened_dict(fields)
+    actual, expected = small_runs.run(configuration.typed(config), tmp_path), golden(name)
+    assert not [message for message in caplog.messages if "probably" in message]
     same_state = digest(fdc_jax.open_run(tmp_path)._point.state) == expected.pop("state_sha256")
     columns = small_runs.predictions(tmp_path)
     del columns["class_names"]
-    with np.load(GOLDEN / "digits.npz") as file:
+    with np.load(GOLDEN / f"{name}.npz") as file:
         assert columns.keys() == set(file.files)
-        for name, column in columns.items():
-            different = np.mean(column != file[name])
-            assert different <= (0 if same_state else DIFFERENT), name
+        for column, values in columns.items():
+            different = np.mean(values != file[column])
+            assert different <= (0 if same_state else DIFFERENT), column
     for section, numbers in expected.items():
         tolerance = 1e-9 if same_state or "storage" in section else 100 * DIFFERENT
         assert actual[section] == pytest.approx(numbers, abs=tolerance), section

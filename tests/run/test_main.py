@@ -21,8 +21,8 @@ from tests.small_runs import finish, predictions, results, start
 
 
 @pytest.mark.ci
-def test_a_stopped_and_killed_run_ends_with_the_same_numbers(finished_run, tmp_path, cache):
-    """SIGTERM within a task, SIGKILL between fit and evaluation; and what is on the screen."""
+def test_a_stopped_run_ends_with_the_same_numbers(finished_run, tmp_path, cache):
+    """SIGTERM within a task; and what is on the screen."""
     workdir, never = tmp_path / "run", "--config.checkpoint.every_steps=1000000"
     process = start(workdir, never, cache=cache)
     small_runs.wait_for(workdir, "epoch", process)
@@ -30,12 +30,6 @@ def test_a_stopped_and_killed_run_ends_with_the_same_numbers(finished_run, tmp_p
     _, beginning = finish(process, expected=75)
     assert beginning.splitlines()[-1] == "fdc_jax.run: stopped by SIGTERM; the same command resumes"
     assert "about" in beginning and "left" in beginning
-    process = start(workdir, "--quiet", cache=cache)
-    small_runs.wait_for(workdir, "statistics", process)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (workdir / "results.json").exists()
     output, errors = finish(start(workdir, cache=cache))
     small_runs.same_outcome(finished_run, workdir)
     small_runs.nothing_done_twice(workdir)
@@ -217,16 +211,15 @@ def test_a_plan_times_the_steps_of_any_learner(name, cache, tmp_path):
 
 
 @pytest.mark.ci
-def test_several_seeds_write_a_summary(tmp_path, cache, capsys):
-    config, workdir = small_runs.config(cache, seed=(1, 2), train__epochs=1), tmp_path / "run"
+def test_several_seeds_write_a_summary(finished_run, tmp_path, cache, capsys):
+    config, workdir = small_runs.config(cache, seed=(2, 1)), tmp_path / "run"
     collected = seeds.run(config, str(workdir))
     command.show(config, str(workdir))
-    for seed, result in zip((1, 2), collected, strict=True):
+    for seed, result in zip((2, 1), collected, strict=True):
         assert msgspec.to_builtins(result) == results(workdir / f"seed_{seed}")
     values = [result.accuracy["fdc"] for result in collected]
     output, errors = capsys.readouterr()
     assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in output
     assert "seed 2, after task 2/2" in errors
-    # A seed alone has the results that it has among others.
-    small_runs.run(small_runs.config(cache, seed=(2,), train__epochs=1), tmp_path / "two")
-    small_runs.same_outcome(tmp_path / "two", tmp_path / "run" / "seed_2")
+    # A seed alone has the results that it has after others.
+    small_runs.same_outcome(finished_run, workdir / "seed_1")
