@@ -50,12 +50,13 @@ def shared_asset():
 def cache(tmp_path_factory):
     """A folder for what runs share: features of the pretrained encoder, and compiled programs.
 
-    These are also those of all other tests, and of all workers of one test run.
+    Programs are shared by all workers, and by all calls of pytest with $JAX_COMPILATION_CACHE_DIR.
     """
     base = tmp_path_factory.getbasetemp()
     folder = tmp_path_factory.mktemp("cache")
-    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
-    compiled.mkdir(exist_ok=True)
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    compiled = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or base / "compiled")
+    compiled.mkdir(parents=True, exist_ok=True)
     (folder / "compiled").symlink_to(compiled)
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled)  # of further processes
