@@ -19,10 +19,10 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 26_930,
+    "calibration": 27_040,
     "data": 14_350,
     "features": 3_480,
-    "learners": 22_680,
+    "learners": 22_650,
     "machine": 7_590,
     "model": 11_450,
     "package": 13_840,

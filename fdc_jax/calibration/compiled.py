@@ -1,5 +1,6 @@
 """JAX helpers of all calibrators: rows in blocks, and principal directions."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import scipy.linalg
 from jaxtyping import Array, Float
 
 from fdc_jax.calibration.shapes import row_slices
-from fdc_jax.heads import products, unit
+from fdc_jax.heads import products
 
 # Rows of a block: few shapes occur, whatever the number of rows.
 ROWS = (64, 512)
@@ -110,74 +111,87 @@ def centred(features: Any, rows: Any, mean: Any) -> Float[Array, "n d"]:
 
 
 def principal(
-    view: Blocks, rows: Blocks, mean: Float[np.ndarray, " d"], shares: Sequence[float], near: int
-) -> list[Float[np.ndarray, "r d"]]:
-    """Returns the fewest principal directions with each share of the variance (Eq. task-pca).
+    views: Sequence[Blocks],
+    rows: Blocks,
+    means: Sequence[Float[np.ndarray, " d"]],
+    shares: Sequence[float],
+) -> list[list[Float[np.ndarray, "r d"]]]:
+    """Returns by view the fewest principal directions with each share of the variance.
 
-    Directions of a smaller share are the first ones of a larger share. `rows`: see `centred`. The
-    host decomposes the scatter, since XLA compiles `eigh` for a TPU for minutes; it saves time if
-    the number of directions is `near`.
+    Directions of a smaller share are the first ones of a larger share (Eq. task-pca). `rows`: see
+    `centred`.
     """
-    width = len(mean)
-    if max(shares) > 1.0 - ROUNDING or len(view.features) < width:
-        return _principal_in_float64(view, shares)
-    matrix = np.zeros((width, width), np.float32)
-    slices = row_slices(width, TILE)
-    # Tiles below the diagonal are not computed.
-    centre, tiles = jax.device_put((mean, [matrix[tile, tile.start :] for tile in slices]))
+    count = len(rows.features)
+    # Float32 rounds away the least variances, which decide here.
+    exact = max(shares) > 1.0 - ROUNDING or count < max(map(len, means))
+    scatter = _scatter_in_float64 if exact else _scatter
+    matrices = [scatter(view, rows, mean) for view, mean in zip(views, means, strict=True)]
+    bases = []
+    decompositions = zip(matrices, means, decomposed(matrices), strict=True)
+    for matrix, mean, (variances, vectors) in decompositions:
+        rounding = ROUNDING * variances[0]
+        if exact:
+            rounding = 2.0**-46 * (variances.sum() + count * np.square(mean, dtype=float).sum())
+        ranks = retained_ranks(variances, rounding, shares, count)
+        for rank in ranks:
+            _separate(vectors, matrix, rank)
+        bases.append([vectors[:rank].astype(np.float32) for rank in ranks])
+    return bases
+
+
+def _scatter(view: Blocks, rows: Blocks, mean: Any) -> Float[np.ndarray, "d d"]:
+    """Returns the sum of outer products of features less their mean."""
+    shape = len(mean), len(mean)
+    centre, total = jax.device_put((mean, np.zeros(shape, np.float32)))
     for block, own in zip(view, rows, strict=True):
-        tiles = _scatter(tiles, block, own, centre)
+        total = _add_products(total, block, own, centre)
         if view.mapped:
-            jax.block_until_ready(tiles)
-    for tile, part in zip(slices, jax.device_get(tiles), strict=True):
-        matrix[tile, tile.start :] = part
-        matrix[tile.start :, tile] = part.T
-    total = matrix.trace()
-    first = max(width - 5 * near // 4 - 17, 0)
-    variances, vectors = scipy.linalg.eigh(matrix, subset_by_index=(first, width - 1))
-    if variances[16:].sum() < max(shares) * total:
-        variances, vectors = scipy.linalg.eigh(matrix, driver="evd")
-    directions = vectors.T[::-1].copy()
-    ranks = retained_ranks(variances, total, ROUNDING * variances[-1], shares, len(view.features))
-    for rank in ranks:
-        _separate(directions, matrix, rank)
-    return [directions[:rank] for rank in ranks]
+            jax.block_until_ready(total)
+    upper = jax.device_get(total)
+    return np.where(np.tri(*shape, dtype=bool), upper.T, upper)
+
+
+def _scatter_in_float64(view: Blocks, *_: Any) -> Float[np.ndarray, "d d"]:
+    features = np.asarray(jax.device_get(view.features), float)
+    near = features - features.mean(axis=0)
+    return near.T @ near
+
+
+def decomposed(
+    matrices: Sequence[Float[np.ndarray, "d d"]],
+) -> list[tuple[Float[np.ndarray, " d"], Float[np.ndarray, "d d"]]]:
+    """Returns eigenvalues in descending order, and eigenvectors as rows, of symmetric matrices."""
+    device = None
+    if jax.default_backend() == "tpu":  # for which XLA compiles `eigh` for minutes
+        device = jax.local_devices(backend="cpu")[0]
+    groups = itertools.groupby(matrices, np.shape)
+    with jax.enable_x64(True):  # for matrices in float64
+        stacks = jax.device_put([np.stack([*alike]) for _, alike in groups], device)
+        decompositions = jax.device_get([*map(_eigh, stacks)])
+    pairs = []
+    for values_and_vectors in decompositions:
+        pairs += zip(*map(np.array, values_and_vectors), strict=True)
+    return pairs
+
+
+@jax.jit
+def _eigh(matrices: Float[Array, "v d d"]) -> tuple[Array, Array]:
+    values, vectors = jax.vmap(jnp.linalg.eigh)(matrices)
+    return values[:, ::-1], vectors.mT[:, ::-1]
 
 
 def retained_ranks(
-    variances: Float[np.ndarray, " k"],
-    total: float,
-    rounding: float,
-    shares: Sequence[float],
-    count: int,
+    variances: Float[np.ndarray, " d"], rounding: float, shares: Sequence[float], count: int
 ) -> list[int]:
-    """Returns how many of the last, ascending variances have each share of a total.
+    """Returns how many of descending variances have each share of their sum.
 
     They are at most those above `rounding`, and one less than the `count` of samples.
     """
     most = min(count - 1, int((variances > rounding).sum()))
-    reached = np.cumsum(variances[::-1], dtype=float)
-    ranks = []
-    for share in shares:
-        enough = (share - ROUNDING) * total if share <= 1.0 - ROUNDING else np.inf
-        ranks.append(min(int((reached < enough).sum()) + 1, most))
-    return ranks
-
-
-def _principal_in_float64(view: Blocks, shares: Sequence[float]) -> list[Float[np.ndarray, "r d"]]:
-    """Returns `principal`, in float64: float32 rounds away the least variances.
-
-    With n < d the inner products X X' are smaller than the scatter X' X: if X X' v = s v, then
-    X' v is a direction of X' X.
-    """
-    features = np.asarray(jax.device_get(view.features), float)
-    near = features - features.mean(axis=0)
-    few = len(near) < near.shape[1]
-    variances, vectors = scipy.linalg.eigh(near @ near.T if few else near.T @ near)
-    directions = (near.T @ vectors if few else vectors).T[::-1]
-    rounding = 2.0**-46 * np.square(features).sum()
-    ranks = retained_ranks(variances, variances.sum(), rounding, shares, len(features))
-    return [np.ascontiguousarray(unit(directions[:rank]), np.float32) for rank in ranks]
+    reached = np.cumsum(variances, dtype=float)
+    wanted = np.array(shares)[:, None] - ROUNDING
+    enough = np.where(wanted > 1.0 - 2 * ROUNDING, np.inf, wanted * reached.max())
+    return np.minimum((reached < enough).sum(axis=1) + 1, most).tolist()
 
 
 def _separate(
@@ -194,7 +208,8 @@ def _separate(
 
 
 @partial(jax.jit, donate_argnums=0)
-def _scatter(tiles: Any, features: Any, rows: Any, mean: Any) -> list[Array]:
+def _add_products(total: Any, features: Any, rows: Any, mean: Any) -> Float[Array, "d d"]:
     near = centred(features, rows, mean).T
-    pairs = zip(tiles, row_slices(len(near), TILE), strict=True)
-    return [total + products(near[tile], near[tile.start :]) for total, tile in pairs]
+    for tile in row_slices(len(near), TILE):  # None is below the diagonal.
+        total = total.at[tile, tile.start :].add(products(near[tile], near[tile.start :]))
+    return total

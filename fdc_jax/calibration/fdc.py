@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import checks, compiled, inputs
+from fdc_jax.calibration import checks, compiled, inputs, storage
 from fdc_jax.calibration.calibrator import Calibrator, Scores
 from fdc_jax.calibration.compiled import Blocks
 from fdc_jax.calibration.settings import Settings, Switches, on_device
@@ -59,19 +59,15 @@ ROUNDING = 2.0**-21
 
 
 def subspaces(
-    blocks: Sequence[Blocks],
-    given: inputs.TaskInput,
-    shares: Sequence[float],
-    earlier: Sequence[Task],
+    blocks: Sequence[Blocks], given: inputs.TaskInput, shares: Sequence[float]
 ) -> list[Sequence[View]]:
     """Returns m_t, U_t (Eq. task-pca) and p_{t,c} by view, for each share of the variance."""
     rows = Blocks(given.rows[:, None] + 1, blocks[0].shards)  # counted from 1, as padding has 0
     centres = means_and_prototypes(rows, blocks, given)
-    near = [len(view.basis) for view in earlier[-1].views] if earlier else [0, 0]
+    bases = compiled.principal(blocks, rows, [mean for mean, _ in centres], shares)
     views = []
-    for block, (mean, prototypes), count in zip(blocks, centres, near, strict=False):
-        bases = compiled.principal(block, rows, mean, shares, count)
-        views.append([View(mean, basis, prototypes) for basis in bases])
+    for (mean, prototypes), by_share in zip(centres, bases, strict=True):
+        views.append([View(mean, basis, prototypes) for basis in by_share])
     return [*zip(*views, strict=True)]
 
 
@@ -357,7 +353,7 @@ class FDC(Calibrator):
         self.check(given)
         settings = self.settings
         blocks = compiled.blocks_of(given.views)
-        (views,) = subspaces(blocks, given, [settings.retained_energy], self.tasks)  # Line 6.
+        (views,) = subspaces(blocks, given, [settings.retained_energy])  # Line 6.
         # Line 9, then the moments of line 6: own samples, measured by m_t, U_t, p_{t,c} and W_t.
         packed = pack([Task(views)], [given.counts], [given.head], 1)
         measure_own = partial(measure_views, jax.device_put(packed))
@@ -449,15 +445,5 @@ class FDC(Calibrator):
 
     @property
     def storage_bytes(self) -> int:
-        """Returns the bytes of statistics in use, as the paper counts them: no heads, no F^v."""
-        settings, count = self.settings, self.num_tasks
-        weights = settings.adapted_view_weight, settings.pretrained_view_weight
-        bases = weights[0] or settings.attenuation, weights[1]
-        rows = count + int((np.concatenate(self.counts) > 0).sum())  # means and prototypes
-        numbers = 2 * count  # sigma_t without and with TSF
-        for weight, basis, views in zip(weights, bases, by_view(self.tasks), strict=False):
-            if basis:
-                numbers += sum(view.basis.size for view in views)
-            if weight:  # Four moments of each task; mu_F, V_F and tau.
-                numbers += rows * len(views[0].mean) + 4 * count + 3 * (count > 1)
-        return 4 * numbers
+        """See `storage.bytes_of_fdc`."""
+        return storage.bytes_of_fdc(self.settings, self.tasks, self.counts)

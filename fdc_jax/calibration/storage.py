@@ -1,4 +1,4 @@
-"""A calibrator as an `.npz` file of a tree of tuples and arrays.
+"""The bytes of FDC, and a calibrator as an `.npz` file of a tree of tuples and arrays.
 
 Arrays are concatenated by number type. `tree` is JSON, with the offset and shape of every array,
 and with numbers, texts and None themselves. A checksum covers the tree and the arrays.
@@ -7,18 +7,35 @@ and with numbers, texts and None themselves. A checksum covers the tree and the 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from fdc_jax.calibration.settings import Settings
+from fdc_jax.calibration.statistics import Task, by_view
 from fdc_jax.errors import InputError, escaped
 from fdc_jax.machine.files import named_path, read_npz, write_npz
 
 FORMAT = "fdc_jax calibrator, 12"
 _NUMBER_TYPES = {np.dtype(code).name for code in np.typecodes["All"]}
+
+
+def bytes_of_fdc(settings: Settings, tasks: Sequence[Task], counts: Sequence[Any]) -> int:
+    """Returns the bytes of FDC's statistics in use, as the paper counts them: no heads, no F^v."""
+    weights = settings.adapted_view_weight, settings.pretrained_view_weight
+    bases = weights[0] or settings.attenuation, weights[1]
+    count = len(tasks)
+    rows = count + int((np.concatenate(counts) > 0).sum())  # means and prototypes
+    numbers = 2 * count  # sigma_t without and with TSF
+    for weight, basis, views in zip(weights, bases, by_view(tasks), strict=False):
+        if basis:
+            numbers += sum(view.basis.size for view in views)
+        if weight:  # Four moments of each task; mu_F, V_F and tau.
+            numbers += rows * len(views[0].mean) + 4 * count + 3 * (count > 1)
+    return 4 * numbers
 
 
 def write(path: str | os.PathLike[str], value: Any) -> None:

@@ -60,7 +60,7 @@ class Sweep(Calibrator):
             calibrator.check(given)
         blocks = compiled.blocks_of(given.views)
         earlier = [self._of(eta).tasks for eta in self.etas]
-        by_eta = fdc.subspaces(blocks, given, self.etas, earlier[-1])
+        by_eta = fdc.subspaces(blocks, given, self.etas)
         (host, *_) = packed = pack([Task(by_eta[-1])], [given.counts], [given.head], 1)
         alone = [*map(with_leading, packed, _by_view([[Task(views)] for views in by_eta]))]
         by_block = compiled.map_blocks(partial(measure_by_eta, alone), *blocks)

@@ -10,7 +10,7 @@ def mean_and_basis(features, share):
     """Returns m_t and U_t as a task is fitted."""
     labels = np.zeros(len(features), int)
     task = inputs.TaskInput(0, [features], labels, np.zeros(1, int), np.array([len(features)]))
-    ((view,),) = fdc.subspaces(compiled.blocks_of([features]), task, [share], [])
+    ((view,),) = fdc.subspaces(compiled.blocks_of([features]), task, [share])
     return view.mean, view.basis
 
 
@@ -94,9 +94,8 @@ def test_equal_samples_have_no_subspace(samples, width):
     ],
 )
 def test_rank_is_the_fewest_components(variances, share, count, rank):
-    ascending = np.array(variances[::-1], float)
-    total = np.clip(ascending, 0.0, None).sum()
-    assert compiled.retained_ranks(ascending, total, 1e-6, [share, 0.1], count)[0] == rank
+    descending = np.array(variances, float)
+    assert compiled.retained_ranks(descending, 1e-6, [share, 0.1], count)[0] == rank
 
 
 def test_padded_sizes_are_few_and_tight():
