@@ -37,9 +37,9 @@ from fdc_jax.run.folder import RunFolder
 from fdc_jax.run.records import Results
 from fdc_jax.run.saved import Run, open_run
 
-_log = logging.getLogger("fdc_jax.export")  # not __name__, which is __main__ in the program
+_log = logging.getLogger(__name__)
 
-# Files that configure weights of timm and Hugging Face and lie beside them.
+# Configuration files beside the weights of timm and Hugging Face.
 _WEIGHTS_CONFIGS = ("config.json", "preprocessor_config.json")
 
 
@@ -58,18 +58,19 @@ def write(
         workdir: work directory of one seed.
         output: the folder to make.
         weights_file: the file of the pretrained encoder, see `open_run`.
-        learner: the module of a learner outside the package, whose code is run.
+        learner: module of a learner outside the package, whose code is executed, or "".
 
     Raises:
-        InputError: the folder exists or cannot be written, the run is not finished, or a part of it
-            is missing, damaged or of another run.
+        InputError: `output` exists or cannot be written, the run is not finished, or one of the
+            run's files is missing, damaged or of another run.
     """
     output = named_path("OUT", output)
     if output.exists() or output.is_symlink():
         raise InputError(f"{output}: exists already; name a folder that does not")
     check_writable_folder("OUT", output.absolute().parent)
     run = open_run(workdir, weights=weights_file, learner=learner)
-    if (results := run.results) is None:
+    results = run.results
+    if results is None:
         raise InputError(f"{run.folder}: {run.unfinished}")
     heads = run.heads()
     if missing := results.storage_bytes.keys() - {*run.calibrators}:
@@ -82,16 +83,16 @@ def write(
     with write_folder_atomically(output) as folder:
         target = RunFolder(folder)
         _write_pretrained(run.encoders.pretrained.path, target.weights_file)
-        config = _anywhere(run.read_config().fields)
+        config = _portable(run.read_config().fields)
         write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})
-        results = msgspec.structs.replace(results, config=_anywhere(results.config))
+        results = msgspec.structs.replace(results, config=_portable(results.config))
         write_json(target.results_file, results)
         target.calibrator_file("").parent.mkdir()
         for name in run.calibrators:
             calibrator = run.calibrator(name)
-            saved = [head for head in calibrator.heads if head is not None]
-            pairs = zip(*map(jax.tree.leaves, (saved, heads)), strict=False)
-            if not all(np.array_equal(one, other) for one, other in pairs):
+            # A calibrator without heads has no leaves, and nothing to compare.
+            leaves = zip(jax.tree.leaves(calibrator.heads), jax.tree.leaves(heads), strict=False)
+            if not all(np.array_equal(saved, expected) for saved, expected in leaves):
                 raise InputError(f"{run.calibrator_file(name)}: is of another run: other heads")
             calibrator.save(target.calibrator_file(name))
         _check_predictions(run, results)
@@ -117,9 +118,10 @@ def _check_predictions(run: Run, results: Results) -> None:
             )
 
 
-def _anywhere(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved configuration without the fields of a machine."""
+def _portable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a saved configuration without the fields that hold for one machine alone."""
     fields = {name: value for name, value in config.items() if name not in OF_A_HOST}
+    # Another machine may not support the attention of this one.
     return fields | {"encoder.attention": "auto"}
 
 
@@ -134,7 +136,10 @@ def _write_pretrained(path: Path, target: Path) -> None:
 
 
 def _write_timm(run: Run, folder: Path) -> None:
-    """Writes E_T as a model of timm, with the input range of the run; warns if timm has none."""
+    """Writes E_T as a timm model, with the input range of the run.
+
+    Logs a warning and writes nothing if timm's layout cannot hold the encoder.
+    """
     model, size = run.encoders.learner.setup.model, run.config.encoder.image_size
     offset, divisor = vit.INPUT_RANGES.get(model.input_range, (None, None))
     pixels = {} if offset is None else {"mean": (offset,) * 3, "std": (divisor,) * 3}
@@ -166,7 +171,7 @@ def parser() -> Program:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns 0, or 2 after an error of one line."""
+    """Runs the command; returns 0, or 2 after an error, which is printed as one line."""
     return parser().run(_run, arguments)
 
 

@@ -1,6 +1,6 @@
 """Classification heads of tasks as pytrees: features [n, d] in, logits [n, c] out.
 
-FDC keeps every head as it is and, with TSF, gives it a filtered feature (paper, "Test-Time
+FDC leaves heads unchanged; TSF filters the features that they get (paper, "Test-Time
 Calibration"). All heads are affine in h or in h/|h|: `head.affine` is that form. Arrays are of
 NumPy or JAX, and the results likewise.
 """
@@ -37,9 +37,10 @@ class Affine(NamedTuple):
 
 
 def _affine_logits(head: Any, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
-    """Returns the logits of the task's classes."""
+    """Returns the logits [n, c] of features [n, d], by the head's affine form."""
     rows, bias, normalised = head.affine
     logits = products(unit(features) if normalised else features, rows)
+    # An explicit axis, since tests forbid JAX to promote ranks.
     return logits + (bias if isinstance(bias, float) else bias[None])
 
 
@@ -54,7 +55,7 @@ class LinearHead(NamedTuple):
 
 
 class NormalisedLinearHead(NamedTuple):
-    """Logits W h/|h| + b, of rows of any length."""
+    """Logits W h/|h| + b; the rows of W are not normalised."""
 
     weight: Float[Any, "c d"]
     bias: Float[Any, " c"] | float = 0.0
@@ -99,10 +100,9 @@ def as_head(layer: Any) -> Any:
     PyTorch's layer has `weight` [c, d] and `bias`. Flax's has `kernel` [d, c] and `bias`, as
     attributes (nnx) or as parameters in a mapping (linen).
     """
-    if type(layer) in KINDS:
-        return layer
     if isinstance(layer, Mapping):
-        kernel, weight, bias = layer.get("kernel"), None, layer.get("bias")
+        weight = None
+        kernel, bias = layer.get("kernel"), layer.get("bias")
     elif hasattr(layer, "in_features"):
         kernel, weight, bias = (getattr(layer, name, None) for name in ("kernel", "weight", "bias"))
     else:

@@ -19,14 +19,14 @@ LAYOUT = {
 }
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
-    "calibration": 27_040,
-    "data": 14_350,
+    "calibration": 27_060,
+    "data": 14_340,
     "features": 3_480,
     "learners": 22_650,
-    "machine": 7_590,
+    "machine": 7_610,
     "model": 11_450,
-    "package": 13_840,
-    "paper": 5_540,
+    "package": 13_820,
+    "paper": 5_560,
     "posthoc": 3_370,
     "report": 22_750,
     "run": 21_880,

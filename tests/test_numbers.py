@@ -103,7 +103,7 @@ def test_class_gaussians_beyond_the_paper(reduced):
 # Headings of columns, by quantity, of tables with a row per learner.
 QUANTITIES = {
     "raw": ("Raw", "heads alone"),
-    "fdc": ("FDC", "FDC, everything on"),
+    "fdc": ("FDC", "FDC, all components on"),
     "present": ("class Gaussians", "followed", "present"),
     "one_pass": ("adapted view alone", "one pass"),
     "task_given": ("task given",),

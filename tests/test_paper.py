@@ -75,7 +75,7 @@ def test_plan_shows_finished_and_stopped_runs(
     config.write_text(config.read_text().replace('"seed": [\n    1', '"seed": [\n    2'))
     arguments = [*DIGITS, *SMALL, "--config.calibrators=fdc,gaussians", f"--workdir={tmp_path}"]
     text = dry_run(monkeypatch, capsys, *arguments)
-    states = ["done", "to do", "begun", "to do", "other", "to do"]
+    states = ["done", "to do", "stopped", "to do", "other", "to do"]
     assert [row[4] for row in rows(text)] == states
     with files.locked(folder / "seed_2" / ".worker"):
         assert rows(dry_run(monkeypatch, capsys, *arguments))[2][4] == "running"

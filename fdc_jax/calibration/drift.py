@@ -24,11 +24,12 @@ from fdc_jax.calibration.shapes import row_slices
 
 # Candidates of lambda; with the last one the map is a shift.
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, np.inf)
-# Images with a leave-one-out error, evenly spaced; all images fit the map.
-LEFT_OUT = 2048
-# Classes that are held out as a whole, evenly spaced, and images per class.
-CLASSES, OF_CLASS = 16, 512
-# Random directions that compare the errors of all candidates of lambda.
+# Largest number of images whose leave-one-out error chooses lambda; all images fit the map.
+MAX_IMAGES = 2048
+# Largest numbers of classes that are held out as a whole, and of images per class.
+MAX_CLASSES = 16
+MAX_IMAGES_PER_CLASS = 512
+# Number of random directions in which all candidates of lambda are compared.
 DIRECTIONS = 64
 
 
@@ -52,13 +53,13 @@ def fit_map(
     transform: Callable[[np.ndarray], Float[np.ndarray, "k d"]] = float32,
     classes: Int[np.ndarray, " n"] | None = None,
 ) -> AffineMap:
-    """Returns the map from features of images to features of the same images by a newer encoder.
+    """Fits the map from features by one encoder to features of the same images by the next.
 
     Args:
         before: E_{t-1}(D_t); memory maps are read block by block.
         after: E_t(D_t), rows in the same order.
         transform: function that is applied to rows of both before the fit; returns float32.
-        classes: class of each image. With fewer than two, the map has no `class_errors`.
+        classes: class of each image. With fewer than two classes `class_errors` is [0, d].
     """
     count, width = before.shape
     blocks = row_slices(count, BLOCK_ROWS)
@@ -75,10 +76,11 @@ def fit_map(
         old = transform(before[rows]) - float32(mean)
         return old, transform(after[rows]) - float32(target) - old
 
-    chosen = evenly_spaced(np.arange(count), LEFT_OUT)
+    chosen = evenly_spaced(np.arange(count), MAX_IMAGES)
     old, changes = centred(chosen)
-    few = count < min(width, LEFT_OUT)
-    if few:  # (X' X + l I)^-1 X' R = X' (X X' + l I)^-1 R, which is smaller.
+    # The dual form is smaller if images are fewer than dimensions; all must be in `old`.
+    dual = count < min(width, MAX_IMAGES)
+    if dual:  # (X' X + l I)^-1 X' R = X' (X X' + l I)^-1 R
         gram, cross = old @ old.T, changes
     else:
         gram, cross = np.zeros((2, width, width))
@@ -87,22 +89,22 @@ def fit_map(
             gram += x.T @ x
             cross += x.T @ r
     # Ridge regression with any lambda, in scaled principal coordinates z of Xc: a row z predicts
-    # z diag(gains) Z' R. In float64, since the errors below are divided by small differences.
+    # z diag(gains) Z' R. Eigenvectors are float64, since errors are divided by small differences.
     values, columns = np.linalg.eigh(gram.astype(np.float64))
     vectors = columns.astype(np.float32)
     level = float(np.trace(gram)) / width or 1.0
     energies = (np.maximum(values, 0.0) / level).astype(np.float32)
     gains = 1.0 / (energies + np.array(RIDGES, np.float32)[:, None])
-    scale = np.sqrt(energies) if few else np.float32(1.0 / np.sqrt(level))
-    coordinates = (vectors if few else old @ vectors) * scale
+    scale = np.sqrt(energies) if dual else np.float32(1.0 / np.sqrt(level))
+    coordinates = (vectors if dual else old @ vectors) * scale
     products = (vectors * scale).T @ cross.astype(np.float32)
 
-    def errors(index: int, truth: np.ndarray, products: np.ndarray) -> tuple[float, np.ndarray]:
-        """Returns the leave-one-out errors with one lambda, after their sum of squares."""
+    def errors(index: int, truth: np.ndarray, responses: np.ndarray) -> tuple[float, np.ndarray]:
+        """Returns the sum of squared leave-one-out errors with one lambda, and the errors."""
         shrunk = coordinates * gains[index]
-        # Weight of each image in its own prediction, from the diagonal of the hat matrix.
+        # One minus the leverage of an image, the diagonal of the hat matrix.
         rest = 1.0 - (shrunk * coordinates).sum(axis=1) - np.float32(1.0 / count)
-        values = (truth - shrunk @ products) / np.maximum(rest, np.float32(1e-6))[:, None]
+        values = (truth - shrunk @ responses) / np.maximum(rest, np.float32(1e-6))[:, None]
         return float(np.square(values).sum(dtype=np.float64)), values
 
     # All candidates are compared in few random directions, the best two in all directions.
@@ -118,19 +120,21 @@ def fit_map(
     if np.isfinite(RIDGES[best]):
         raised = gram + RIDGES[best] * level * np.eye(len(gram))
         delta = scipy.linalg.cho_solve(scipy.linalg.cho_factor(raised), cross)
-        matrix += old.T @ delta if few else delta
+        matrix += old.T @ delta if dual else delta
 
-    class_errors = np.zeros((0, width))
-    names = np.unique([] if classes is None else classes)
-    for name in evenly_spaced(names, CLASSES) if len(names) > 1 else []:
-        members = evenly_spaced(np.flatnonzero(classes == name), OF_CLASS)
+    def class_error(label: int) -> Float[np.ndarray, " d"]:
+        """Returns the error on the mean of a class if all of its images are held out."""
+        members = evenly_spaced(np.flatnonzero(classes == label), MAX_IMAGES_PER_CLASS)
         x, r = centred(members)
-        rows = coordinates[members] if few else (x @ vectors) * scale
+        rows = coordinates[members] if dual else (x @ vectors) * scale
         # Held out, these images have errors (I - H)^-1 e, with e and hat matrix H of the full fit.
         shrunk = rows * gains[best]
-        rest = np.eye(len(members)) - (shrunk @ rows.T).astype(np.float64) - 1.0 / count
-        weights = np.linalg.solve(rest, np.full(len(members), 1.0 / len(members)))
-        error = weights @ r - (weights @ shrunk) @ products
-        class_errors = np.vstack([class_errors, error])
+        complement = np.eye(len(members)) - (shrunk @ rows.T).astype(np.float64) - 1.0 / count
+        weights = np.linalg.solve(complement, np.full(len(members), 1.0 / len(members)))
+        return weights @ r - (weights @ shrunk) @ products
+
+    labels = np.unique([] if classes is None else classes)
+    held_out = evenly_spaced(labels, MAX_CLASSES) if len(labels) > 1 else labels[:0]
+    class_errors = np.reshape([class_error(label) for label in held_out], (len(held_out), width))
     covariance = residual.T @ residual / len(chosen)
     return AffineMap(matrix, target - mean @ matrix, RIDGES[best], covariance, class_errors)

@@ -28,9 +28,9 @@ from fdc_jax.errors import InputError, Interrupted, escaped
 from fdc_jax.machine.files import (
     ALWAYS_ALLOWED,
     LARGEST_RATIO,
-    check_directory,
+    check_zip_entries,
+    failed_download,
     file_state,
-    foreign,
     open_regular,
     read_object,
     write_folder_atomically,
@@ -43,7 +43,6 @@ _COMPRESSIONS: dict[bytes, Callable[..., Any]] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
-_LARGEST_RATIO, _ALWAYS_ALLOWED = LARGEST_RATIO, ALWAYS_ALLOWED
 _LARGEST_HEADER = 2**20  # bytes of all records before the content of a tar's member
 _LONGEST_PATH, _DEEPEST = 4000, 100  # bytes, as Linux opens no path of 4096; folders
 _MOST_SKIPPED = 2**20  # entries that are neither files nor folders
@@ -73,7 +72,7 @@ def unpack(archive: Path, cache: Path) -> Path:
 
     Raises:
         InputError: the file is no archive, is damaged, has a name outside of the folder or in an
-            unknown encoding, or needs more than the free disk or `_LARGEST_RATIO` times its size.
+            unknown encoding, or needs more than the free disk or `LARGEST_RATIO` times its size.
     """
     state = f"{os.path.abspath(archive)} {file_state(archive)}"
     digits = hashlib.sha256(os.fsencode(state)).hexdigest()[:16]
@@ -83,7 +82,7 @@ def unpack(archive: Path, cache: Path) -> Path:
     left_out = Skipped()
     with write_folder_atomically(folder) as unfinished:
         free = shutil.disk_usage(unfinished).free
-        allowed = max(_ALWAYS_ALLOWED, _LARGEST_RATIO * archive.stat().st_size)
+        allowed = max(ALWAYS_ALLOWED, LARGEST_RATIO * archive.stat().st_size)
         limit = f"the {free:,} that are free" if free < allowed else f"{allowed:,}"
         top = _open_folder(unfinished)
         total = 0
@@ -201,13 +200,14 @@ def _members(archive: Path) -> Iterator[_Member]:
             packed = tarfile.open(fileobj=reader, mode="r:")
         except tarfile.ReadError as error:
             text = "expected a folder, or a zip or tar archive of one"
-            raise InputError("; ".join(filter(None, (text, foreign(start))))) from error
+            parts = text, failed_download(start)
+            raise InputError("; ".join(filter(None, parts))) from error
         yield from _in_tar(packed, reader)
 
 
 def _in_zip(file: IO[bytes]) -> Iterator[_Member]:
     with zipfile.ZipFile(file) as packed:
-        check_directory(file, packed.namelist())
+        check_zip_entries(file, packed.namelist())
         for member in packed.infolist():
             kind = stat.S_IFMT(member.external_attr >> 16) or stat.S_IFREG
             kind = stat.S_IFDIR if member.is_dir() else kind

@@ -1,7 +1,6 @@
 """The table of benchmarks, class orders, task sizes, and the check of data against the table."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,11 +14,11 @@ REFERENCE_CLASS_ORDER_SEED = 1993
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """One data set, its division into train and test, and its tasks."""
+    """A data set with its train-test split and its tasks."""
 
     name: str  # in results
     title: str  # in tables
-    partition: str  # source of the division: "official", "pilot", or "embedded" (scikit-learn)
+    partition: str  # train-test split: "official", "pilot", or "embedded" (scikit-learn)
     classes_per_task: int
     num_train: int  # training images
     task_test_counts: tuple[int, ...]  # test images of each task under class order seed 1993
@@ -32,7 +31,7 @@ class Benchmark:
 
 # Test images of each task under class order seed 1993.
 _TEST_COUNTS = {
-    "cifar100": " ".join(itertools.repeat("500", 20)),
+    "cifar100": " ".join(["500"] * 20),
     "imagenet_a": "175 185 116 222 143 134 146 127 147 124",
     "imagenet_r": "689 632 606 571 487 660 569 729 478 579",
     "cub200": "118 129 97 110 107 111 106 141 133 136 115 113 107 118 126 124 134 103 132 98",
@@ -57,9 +56,9 @@ _TABLE = [
     _benchmark("digits", "Digits", "embedded", 2, 1201),
 ]
 BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in _TABLE}
-# Name and page of every archive with PILOT's division; the README of the PILOT toolbox (GitHub:
-# LAMDA-CL/LAMDA-PILOT, section Datasets) links them. Sizes are published nowhere.
 _DRIVE = "https://drive.google.com/file/d/{}/view"
+# Name and page of every archive with PILOT's split. The README of the PILOT toolbox (GitHub:
+# LAMDA-CL/LAMDA-PILOT, section Datasets) links them and gives no sizes.
 ARCHIVES = {
     "imagenet_a": ("imagenet-a", _DRIVE.format("19l52ua_vvTtttgVRziCZJjal0TPE9f2p")),
     "imagenet_r": ("imagenet-r", _DRIVE.format("1SG4TbiL8_DooekztyCVK8mPmfhMo8fkR")),
@@ -80,7 +79,7 @@ def class_order(num_classes: int, seed: int) -> Int[np.ndarray, " c"]:
 
 
 def named_order(class_names: Sequence[str], names: Sequence[str]) -> Int[np.ndarray, " c"]:
-    """Returns the class labels in the order of `names`; InputError unless they are the classes."""
+    """Returns the class labels in the order of `names`; InputError unless each occurs once."""
     repeated = [name for name in names if list(names).count(name) > 1]
     if odd := sorted({*names} ^ {*class_names}) or repeated:
         raise InputError(
@@ -116,7 +115,8 @@ def task_sizes(
     default = max(2, -(-num_classes // 5))
     if name in BENCHMARKS:
         default = BENCHMARKS[name].classes_per_task
-    size = wanted or (*earlier, default)[0]  # Later classes do not change the size chosen at first.
+    # Classes that are added later do not change the size of tasks.
+    size = wanted or (earlier[0] if earlier else default)
     starts = range(sum(earlier), num_classes, size)
     return (*earlier, *(min(size, num_classes - start) for start in starts))
 
@@ -147,8 +147,8 @@ def verify(
     if benchmark is None:
         return
     order = class_order(len(class_names), REFERENCE_CLASS_ORDER_SEED)
-    starts = range(benchmark.classes_per_task, len(order), benchmark.classes_per_task)
-    counts = [int(np.isin(test_labels, task).sum()) for task in np.split(order, starts)]
+    ends = range(benchmark.classes_per_task, len(order), benchmark.classes_per_task)
+    counts = [int(np.isin(test_labels, task).sum()) for task in np.split(order, ends)]
     for noun, expected, count in (
         ("classes", benchmark.num_classes, len(class_names)),
         ("training images", benchmark.num_train, len(train_labels)),

@@ -20,7 +20,7 @@ from jaxtyping import Float, Integer, UInt8
 from PIL import ExifTags, Image, ImageOps
 
 from fdc_jax.errors import InputError, line
-from fdc_jax.machine.files import foreign
+from fdc_jax.machine.files import failed_download
 
 with contextlib.suppress(ImportError):
     import pillow_heif  # pyright: ignore[reportMissingImports]
@@ -127,7 +127,7 @@ def _opened(encoded: bytes | Image.Image, description: str) -> Iterator[Image.Im
     except Exception as error:  # Pillow's parsers raise a dozen types on damaged files.
         reason = line(error)
         if isinstance(error, Image.UnidentifiedImageError) and isinstance(encoded, bytes):
-            reason = foreign(encoded[:1024]) or "not a known image format"
+            reason = failed_download(encoded[:1024]) or "not a known image format"
             if encoded[4:11] == b"ftyphei" and not HEIC:
                 reason = "HEIC needs a package: pip install pillow-heif"
         if isinstance(error, Image.DecompressionBombError):

@@ -11,6 +11,7 @@ import numpy as np
 from fdc_jax.errors import InputError, escaped, nearest
 
 T = TypeVar("T")
+# Words for the user by msgspec's names of types.
 NOUNS = {
     "array": "a list",
     "bool": "true or false",
@@ -24,9 +25,9 @@ _NOUN = re.compile(rf"\b({'|'.join(NOUNS)})\b")
 
 
 def convert(value: object, kind: type[T], prefix: str = "") -> T:
-    """Returns a value as an object of a type, with the ranges of the type checked.
+    """Converts a plain value to a type and checks the ranges that the type declares.
 
-    NumPy's numbers in a mapping count as Python's.
+    NumPy numbers are accepted as values of the outermost mapping.
 
     Raises:
         InputError: a part of the value is wrong: "FIELD: expected a whole number >= 0, found -1".
@@ -48,13 +49,14 @@ def convert(value: object, kind: type[T], prefix: str = "") -> T:
 
 def _reason(reason: str, path: str, value: Any, kind: Any) -> str:
     """Returns a reason of msgspec in plain words, with the value at a path."""
+    # The keys of a saved configuration contain dots, such as `train.rank`.
     key = path.removeprefix(".")
     names = [key] if isinstance(value, dict) and key in value else re.findall(_NAME, path)
     for name in names:
         kind = typing.get_type_hints(kind).get(name) if isinstance(kind, type) else None
         try:
             value = value[int(name) if name.isdecimal() else name]
-        except (LookupError, TypeError):  # Paths leave the keys of mappings out.
+        except (LookupError, TypeError):  # msgspec's paths omit the keys of mappings.
             break
     if missing := re.fullmatch("Object missing required field (.*)", reason):
         return f"expected a field {missing[1]}, found none"

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: JSON, NumPy arrays, checksums, locks."""
+"""Files written whole or not at all, checked readers, manifests, locks, and users' paths."""
 
 import contextlib
 import errno
@@ -32,16 +32,17 @@ from numpy.typing import ArrayLike
 from fdc_jax.errors import InputError, escaped, line
 
 _log = logging.getLogger(__name__)
-# Images and features are hardly compressible: what grows more is an attack on memory or disk.
-LARGEST_RATIO, ALWAYS_ALLOWED = 100, 2**28  # bytes unpacked per byte of a file; bytes
+# Images and features hardly compress: an archive beyond both limits attacks memory or disk.
+LARGEST_RATIO = 100  # unpacked bytes per byte of the archive
+ALWAYS_ALLOWED = 2**28  # unpacked bytes that any archive may have
 _LARGEST_JSON = 2**30  # bytes
-# Flags: do not wait for a FIFO, do not translate line ends of Windows.
-_OPEN = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+# Do not wait for the writer of a FIFO; do not translate the line ends of Windows.
+_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Opens a regular file for reading; InputError for a folder, FIFO or device (endless bytes)."""
-    descriptor = os.open(path, os.O_RDONLY | _OPEN)
+    descriptor = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InputError(f"{path}: expected a regular file")
@@ -69,7 +70,7 @@ def file_state(path: str | os.PathLike[str]) -> FileState:
 
 
 def _temporary(path: Path) -> Path:
-    """Returns a hidden temporary path beside a path; removes those of killed processes."""
+    """Returns a new hidden path beside `path`; removes leftovers of killed processes."""
     host = f"{zlib.crc32(socket.gethostname().encode()):08x}"
     prefix = f".{path.name}.{host}-"
     # On Windows, signal 0 would interrupt the process.
@@ -133,16 +134,16 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary folder and renames it to `folder` at the end, as `write_atomically`."""
+    """Yields a new folder that is renamed to `folder` if the block succeeds; raises InputError."""
     with _renamed(Path(folder)) as unfinished:
         unfinished.mkdir()
         yield unfinished
 
 
 def user_cache() -> Path:
-    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder, for the user alone.
+    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder; makes it with mode 0700.
 
-    If nothing can be written there, it is a temporary folder, removed when the process ends.
+    Returns a temporary folder, removed when the process ends, if the cache cannot be written.
     """
     folder = Path("~/.cache/fdc_jax")
     with contextlib.suppress(RuntimeError):  # of a user without a home, as in a container
@@ -162,8 +163,11 @@ def _temporary_cache(instead_of: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def private_folder(folder: Path) -> Path:
-    """Returns the folder, made with mode 0700 if it is missing: programs in it are run."""
-    with contextlib.suppress(OSError):  # Reported by whoever writes there.
+    """Returns the folder; makes it with mode 0700 if it is missing.
+
+    Other users must not write there, because compiled programs in it are executed.
+    """
+    with contextlib.suppress(OSError):  # The first write into the folder reports the error.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
@@ -172,7 +176,7 @@ def private_folder(folder: Path) -> Path:
 
 
 class InUse(InputError):
-    """Another process holds a lock."""
+    """An error: another process holds a lock; `holder` names the process."""
 
     def __init__(self, lock: Path):
         self.holder = "another process"
@@ -186,10 +190,14 @@ class InUse(InputError):
 
 @contextlib.contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[None]:
-    """Holds a lock, a file that is made if missing; a second file names the holder.
+    """Holds a lock on a file for the block; a second file names the holder.
 
-    The lock ends with the process, even if the process is killed. A file that somebody else has put
-    there keeps its content, and no link is followed. `wait` waits for the process that holds it.
+    The lock ends with the process, even if the process is killed. On a file system without locks
+    the block runs unlocked, after a warning.
+
+    Args:
+        path: the lock file, made if it is missing. Existing content stays; no link is followed.
+        wait: wait for the process that holds the lock.
 
     Raises:
         InUse: another process holds the lock.
@@ -227,7 +235,7 @@ def _name_file(path: Path) -> Path:
 def holder(path: Path) -> str:
     """Returns the process that holds a lock, such as `process 7 on host`; "" if none does."""
     try:
-        if _name_file(path).exists():
+        if _name_file(path).exists():  # A killed holder leaves it, but not the lock.
             with locked(path):
                 pass
     except InUse as error:
@@ -268,7 +276,7 @@ def csv_text(frame: Any, **options: Any) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file, in whose objects no name occurs twice; raises InputError."""
+    """Reads a JSON file; raises InputError if it is unreadable or an object repeats a name."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = dict(pairs)
@@ -308,7 +316,7 @@ def write_manifest(folder: Path) -> None:
 
 
 class Damaged(InputError):
-    """The bytes of a folder are not what its manifest says."""
+    """An error: the files of a folder differ from its manifest."""
 
 
 def check_manifest(folder: Path, remedy: str) -> None:
@@ -332,6 +340,7 @@ def _difference(folder: Path) -> str:
     try:
         manifest = read_json(folder / MANIFEST)
     except InputError as error:
+        # A missing or malformed manifest is damage; one that cannot be read says nothing.
         reason = error.__cause__
         if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError):
             raise
@@ -375,7 +384,7 @@ def named_path(name: str, path: str | os.PathLike[str]) -> Path:
         expanded = Path(text).expanduser()
         os.lstat(expanded)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        pass  # The caller may write there, or has its own words.
+        pass  # The caller may create the path, or reports the error itself.
     except OSError as error:  # such as a name that is too long
         raise InputError(f"{name}: {escaped(text)[:80]}: {error.strerror}") from error
     except (ValueError, RuntimeError) as error:  # a NUL; ~NAME without such a user
@@ -384,7 +393,7 @@ def named_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 
 def check_encodable(name: str, text: str) -> None:
-    """Raises InputError if a text cannot be saved, such as a path in Latin-1."""
+    """Raises InputError if a text cannot be encoded in UTF-8, such as a path in Latin-1."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -415,8 +424,8 @@ def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str)
 class ArrayFolder(Mapping[str, np.ndarray]):
     """The `.npy` files of a folder by name without suffix; every access makes a memory map.
 
-    A map holds a file descriptor, of which a process may have 256 or 1024, until it is deleted.
-    Raises InputError if there is no such file.
+    A map holds a file descriptor until it is deleted; a process may have only 256 or 1024.
+    Raises InputError if the folder has no `.npy` file.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -441,9 +450,9 @@ class ArrayFolder(Mapping[str, np.ndarray]):
 
 @contextlib.contextmanager
 def _reading(path: str | os.PathLike[str], suffix: str) -> Iterator[list[str]]:
-    """Raises one InputError for any error of a parser on a damaged file.
+    """Turns any error of the block, such as a parser's on a damaged file, into an InputError.
 
-    Yields a list for the name of the array that is being read.
+    Yields a list; the block appends the name of the array that it reads next, for the message.
     """
     names: list[str] = []
     try:
@@ -478,22 +487,29 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def read_npz(
-    path: str | os.PathLike[str], check: Callable[[Mapping[str, np.ndarray]], object] = len
+    path: str | os.PathLike[str],
+    check: Callable[[Mapping[str, np.ndarray]], object] | None = None,
 ) -> dict[str, np.ndarray]:
     """Reads every array of an `.npz` archive into memory.
 
+    Args:
+        path: the archive.
+        check: called before all arrays are read, with a mapping that reads an array on access;
+            raises InputError if the archive is not the expected one.
+
     Raises:
-        InputError: as `read_npy`; or the arrays would take far more memory than the file; or
-            `check` raises one, which gets a mapping that reads an array when it is asked for.
+        InputError: the file is missing or damaged, an array holds objects, the arrays would take
+            far more memory than the file, or `check` raises it.
     """
     arrays: dict[str, np.ndarray] = {}
     with _reading(path, ".npz") as names, open_regular(path) as file:
         with np.load(file, allow_pickle=False) as archive:
-            check_directory(file, archive.files)
+            check_zip_entries(file, archive.files)
             size = sum(member.file_size for member in archive.zip.infolist())
             if size > max(ALWAYS_ALLOWED, LARGEST_RATIO * os.fstat(file.fileno()).st_size):
                 raise ValueError(f"its arrays take {size:,} bytes, far more than the file")
-            check(archive)
+            if check is not None:
+                check(archive)
             for name in archive.files:  # zipfile checks the CRC-32 of each array.
                 names.append(name)
                 arrays[name] = _typed(np.asarray(archive[name]))
@@ -501,20 +517,26 @@ def read_npz(
 
 
 def _typed(array: np.ndarray) -> np.ndarray:
-    """Returns an array of bfloat16, which NumPy writes as two bytes without a type, as such."""
+    """Returns the array, as bfloat16 if it has the untyped two bytes that NumPy writes for it."""
     return array.view(ml_dtypes.bfloat16) if array.dtype == "V2" else array
 
 
-def check_directory(file: IO[bytes], names: Collection[str]) -> None:
-    """Raises ValueError if a zip archive lost a member, which zipfile overlooks, or has it twice.
+def check_zip_entries(file: IO[bytes], names: Collection[str]) -> None:
+    """Checks the number of entries of a zip archive, which zipfile does not.
 
-    `names` are those that zipfile finds.
+    Args:
+        file: the archive.
+        names: names of the entries that zipfile lists.
+
+    Raises:
+        ValueError: an entry is lost or occurs twice.
     """
-    file.seek(-22, os.SEEK_END)
-    end = file.read()  # An archive with a comment ends in that comment.
-    count = int.from_bytes(end[10:12], "little")
-    if end.startswith(b"PK\5\6") and count < 2**16 - 1 and count != len({*names}):
-        raise ValueError(f"expected {count} different names, found {len({*names})}")
+    file.seek(-22, os.SEEK_END)  # the end record, unless the archive ends in a comment
+    end = file.read()
+    count = int.from_bytes(end[10:12], "little")  # 2^16 - 1 stands for a larger number
+    different = len({*names})
+    if end.startswith(b"PK\5\6") and count < 2**16 - 1 and count != different:
+        raise ValueError(f"expected {count} different names, found {different}")
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -542,8 +564,8 @@ def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, np.ndar
         file.write(safetensors.numpy.save(dense, metadata={"format": "pt"}))
 
 
-def foreign(start: bytes) -> str:
-    """Returns a phrase if the first bytes are of a web page or a Git LFS pointer, else ""."""
+def failed_download(start: bytes) -> str:
+    """Returns what a file is, if it starts like a web page or a Git LFS pointer, else ""."""
     start = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
         return "it is a web page (HTML), as a failed download leaves"
@@ -553,9 +575,10 @@ def foreign(start: bytes) -> str:
 
 
 def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
+    """Returns why a file is unreadable, from its first bytes or else from the parser's error."""
     with contextlib.suppress(OSError), open_regular(path) as file:
         start = file.read(1024).lower()
-        if phrase := foreign(start):
+        if phrase := failed_download(start):
             return phrase
         if start.startswith(b"pk") and isinstance(error, zipfile.BadZipFile):
             return "it is damaged, or ends early"

@@ -5,7 +5,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-d
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, of this package and of its libraries."""
+    """Returns the versions of Python, this package and its main libraries, and the commit."""
     import importlib.metadata
     import platform
 
@@ -14,7 +14,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Returns the commit that the package is checked out at, or None outside a checkout."""
+    """Returns the checked-out commit, with `-dirty` after changes; None if it is unknown."""
     import subprocess
     from pathlib import Path
 
@@ -23,6 +23,7 @@ def _commit() -> str | None:
         return None
     try:
         command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+        command.append("--exclude=*")  # the commit, not its distance from a tag
         completed = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None

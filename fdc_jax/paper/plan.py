@@ -1,7 +1,7 @@
 """The plan of `fdc paper`: its runs, the images and weights that they need, and their hours.
 
 A run is a process of `fdc run` in WORKDIR/BENCHMARK/LEARNER/seed_N. Its lock in that directory lets
-several `fdc paper` share the work.
+several `fdc paper` processes share the work.
 """
 
 import functools
@@ -36,8 +36,9 @@ LOCK = ".worker"  # lock of `fdc paper` in the folder of a run; `fdc run` locks 
 # The table of logit standardisation needs `ls`.
 _FLAGS = ("--config.calibrators=fdc,gaussians,ls", "--config.report=False")
 _OPENED_AT_ONCE = 4
+_TO_DOWNLOAD = "to be downloaded: by --fetch, or by the first run"
 
-_PAPER = f"{paper.NUMBERS['cost_device']} (the paper's, scaled)"
+_PAPER_SOURCE = f"{paper.NUMBERS['cost_device']} (the paper's, scaled)"
 
 Input: TypeAlias = tuple[str, str]  # "data" or "weights", and a name
 ByInput: TypeAlias = Mapping[Input, str]  # lines about images and weights
@@ -45,7 +46,7 @@ Machines: TypeAlias = Mapping[tuple[Any, ...], estimate.Machine]  # by `estimate
 
 
 class Run(NamedTuple):
-    """A benchmark, a learner and a seed, with the arguments of their `fdc run`."""
+    """A run of the plan: one benchmark, learner and seed."""
 
     benchmark: str
     learner: str
@@ -99,14 +100,14 @@ class Run(NamedTuple):
 
     @property
     def state(self) -> str:
-        """State: done, running, begun, to do, or other if the folder holds another run."""
+        """State: done, running, stopped, to do, or other if the folder has a different run."""
         if self.conflict:
             return "other"
         if self.results:
             return "done"
         if holder(self.folder / LOCK):
             return "running"
-        return "begun" if RunFolder(self.folder).config_file.exists() else "to do"
+        return "stopped" if RunFolder(self.folder).config_file.exists() else "to do"
 
 
 def say(text: str, quiet: bool = False) -> None:
@@ -116,7 +117,9 @@ def say(text: str, quiet: bool = False) -> None:
 
 
 def make(options: Namespace, fields: Sequence[str]) -> tuple[list[Run], dict[Input, str]]:
-    """Returns all runs, the most valuable first, and what is missing of their images.
+    """Makes the plan: all runs in the order of seeds, learners and benchmarks.
+
+    Returns the runs, and a line about every benchmark whose images are missing, by input.
 
     Args:
         options: parsed options of the command.
@@ -161,14 +164,16 @@ def _by_name(flags: Sequence[str]) -> dict[str, str]:
 
 
 def _find_data(benchmark: str, data: str) -> list[str]:
-    """Returns the flags that name the data of a benchmark; none if a run finds them by itself.
+    """Returns the flags that name the data of a benchmark, none if the run needs no flag.
 
     Raises:
         InputError: the data are missing.
     """
+    if benchmark == "digits":
+        return []
     paths = sorted(named_path("--data", data).iterdir(), key=Path.is_file) if data else []
     file, page = benchmarks.ARCHIVES.get(benchmark, (cifar100.ARCHIVE_NAME, ""))
-    for path in paths if benchmark != "digits" else ():
+    for path in paths:
         if benchmark == "cifar100" and path.name == benchmark:
             return [f"--config.data.dir={data}"]  # prepared by TFDS
         if _simplified(path.name) in map(_simplified, (file, benchmark)):
@@ -196,13 +201,13 @@ def title(shared: Input) -> str:
 def open_inputs(
     runs: Sequence[Run], missing: dict[Input, str], fetch: bool, quiet: bool = True
 ) -> dict[Input, str]:
-    """Opens the images and weights of all runs as they do, each once, several at a time.
+    """Opens the images and weights of all runs, as the runs would; every input once.
 
     Archives are unpacked. Nothing is downloaded without `fetch`.
 
     Args:
         runs: the runs of the plan.
-        missing: gets a line for those that cannot be used; those that it has are passed over.
+        missing: lines by input. Its inputs are skipped; inputs that cannot be used are added.
         fetch: download what the runs would download.
         quiet: print no progress.
 
@@ -229,17 +234,17 @@ def open_inputs(
 
 
 def open_input(shared: Input, config: Config, fetch: bool = False) -> str:
-    """Returns the size and the checksum of images or weights; raises InputError."""
+    """Opens images or weights; returns a line with size and checksum, or raises InputError."""
     cache = setups.cache_folder(config)
     encoder, data = config.encoder, config.data
     if shared[0] == "weights":
         if not fetch and weights.is_to_download(encoder.weights, encoder.variant, cache):
-            return "to be downloaded: by --fetch, or by the first run"
+            return _TO_DOWNLOAD
         path = weights.locate(encoder.weights, encoder.variant, cache, show_progress=fetch)
         weights.used(path)
         return f"ready, {path.stat().st_size / 2**20:,.0f} MiB, sha256 {sha256(path)[:16]}"
     if not fetch and sources.is_to_download(config.benchmark, cache, data.source, data.dir):
-        return "to be downloaded: by --fetch, or by the first run"
+        return _TO_DOWNLOAD
     tasks = setups.open_images(config, quiet=not fetch)
     return (
         f"ready, {len(tasks.train.labels):,} training and {len(tasks.test.labels):,} test images, "
@@ -261,20 +266,21 @@ class Need(NamedTuple):
 def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
     """Returns the needs of every run, 0 if it is finished.
 
-    Hours are those of finished runs of the learner, else of its encoder, else of a timed step, else
-    the paper's, scaled.
+    The speed comes from the first known source: finished runs of the learner, finished runs with
+    the same encoder, a timed step, the paper's times, scaled.
     """
     speeds: dict[tuple[Any, ...], tuple[float, str]] = {}
     for kind, machine in machines.items():
         if machine.seconds:
             speeds[kind] = machine.seconds, f"{machine.device} (a timed step)"
-    read = [(run, run.results) for run in runs]
-    for run, results in read:
+    finished = [run.results for run in runs]
+    for run, results in zip(runs, finished, strict=True):
         if results and (speed := estimate.seconds_per_pass(results)):
             kind = estimate.kind(run.config)
             speeds[kind] = speeds[*kind, run.learner] = speed, f"{results.device} (finished runs)"
     return [
-        Need(0.0, "", 0.0) if results else _need(run, speeds, machines) for run, results in read
+        Need(0.0, "", 0.0) if results else _need(run, speeds, machines)
+        for run, results in zip(runs, finished, strict=True)
     ]
 
 
@@ -284,7 +290,7 @@ def _need(run: Run, speeds: Mapping[Any, tuple[float, str]], machines: Machines)
     size = estimate.size(run.config)
     known = speeds.get((*kind, run.learner)) or speeds.get(kind)
     scaled = _seconds_of_paper(run.benchmark) * estimate.cost(run.config)
-    seconds, source = known or (scaled, _PAPER)
+    seconds, source = known or (scaled, _PAPER_SOURCE)
     left = 1 - len(RunFolder(run.folder).recorded_tasks()) / size.tasks
     gib = math.nan
     if machine := machines.get(kind):
@@ -296,16 +302,16 @@ def _need(run: Run, speeds: Mapping[Any, tuple[float, str]], machines: Machines)
 
 @functools.cache
 def _seconds_of_paper(benchmark: str) -> float:
-    """Returns the paper's seconds of a pass, per cost of an image; NaN if unknown.
+    """Returns the paper's seconds per pass and per unit of `estimate.cost`; NaN if unknown.
 
-    They are those of Cumulative-LoRA in the table of costs.
+    The paper's table of costs has the minutes of Cumulative-LoRA alone.
     """
-    lines = paper.published().query("learner == 'cumulative_lora' and benchmark == @benchmark")
-    costs: Any = lines[lines["quantity"].isin(["training_minutes", "fdc_minutes"])]["value"]
+    rows = paper.published().query("learner == 'cumulative_lora' and benchmark == @benchmark")
+    minutes: Any = rows[rows["quantity"].isin(["training_minutes", "fdc_minutes"])]["value"]
     config = configured([f"--config={benchmark}:cumulative_lora"])
     passes = estimate.passes(configuration.flatten(config), estimate.size(config))
-    # The sum of no numbers is NaN.
-    return 60 * costs.sum(min_count=2) / passes / estimate.cost(config)
+    # The sum is NaN if one of the two is missing.
+    return 60 * minutes.sum(min_count=2) / passes / estimate.cost(config)
 
 
 def describe(
@@ -338,7 +344,7 @@ def describe(
     if not math.isnan(gib):
         existing = next(path for path in runs[0].folder.absolute().parents if path.exists())
         free = shutil.disk_usage(existing).free / 2**30
-        warning = "; too few" if gib > free else ""
+        warning = "; not enough" if gib > free else ""
         lines.append(f"disk: {gib:,.1f} GiB, {free:,.0f} GiB are free{warning}")
     return "\n".join(lines)
 

@@ -191,7 +191,7 @@ def work(
             for run in runs
             if run.folder not in taken
             and not run.lacks(missing)
-            and run.state in ("begun", "to do")
+            and run.state in ("stopped", "to do")
         ]:
             for run in free:
                 stop.poll()

@@ -95,9 +95,9 @@ def left_out_class_error(before, after, ridge, out):
     return ((after - before)[out] - shift - (before[out] - mean) @ delta).mean(axis=0)
 
 
-@pytest.mark.parametrize(("count", "width"), [(60, 6), (12, 20), (3 * drift.LEFT_OUT, 4)])
+@pytest.mark.parametrize(("count", "width"), [(60, 6), (12, 20), (3 * drift.MAX_IMAGES, 4)])
 def test_class_errors_are_of_maps_without_these_classes(count, width, monkeypatch):
-    monkeypatch.setattr(drift, "OF_CLASS", count)
+    monkeypatch.setattr(drift, "MAX_IMAGES_PER_CLASS", count)
     before, after = pair(6, count, width, noise=1.0)
     classes = np.arange(count) * 3 // count
     after += classes[:, None] * np.linspace(0.0, 0.5, width, dtype=np.float32)

@@ -303,8 +303,8 @@ def test_paths_of_windows_programs_are_folders(tmp_path, unpack):
 def test_archive_that_would_fill_the_disk_is_refused(
     tmp_path, unpack, assert_refused, monkeypatch, pack, name, free, limit
 ):
-    monkeypatch.setattr(archive, "_ALWAYS_ALLOWED", 1000)
-    monkeypatch.setattr(archive, "_LARGEST_RATIO", 0)
+    monkeypatch.setattr(archive, "ALWAYS_ALLOWED", 1000)
+    monkeypatch.setattr(archive, "LARGEST_RATIO", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
     archive.remove(unpack(pack(tmp_path / name, {"a": bytes(890)})))
     path = pack(tmp_path / name, {"a": bytes(1001)})
