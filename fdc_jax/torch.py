@@ -8,6 +8,7 @@ and scores them with JAX. Models of timm, transformers and PEFT are recognised b
 # Without PyTorch, pyright resolves `torch` to this file.
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import tempfile
@@ -31,7 +32,12 @@ from fdc_jax.errors import InputError, did_you_mean
 Views = Callable[[Any, Any], Any]
 
 _EXPECTED = "loader: expected batches (images, labels, ...) or dictionaries"
-_warn_once = functools.cache(logging.getLogger(__name__).warning)
+_LOGGER = logging.getLogger(__name__)
+_warn_once = functools.cache(_LOGGER.warning)
+# Change of features, as a share of their length, that statistics must follow.
+DRIFT = 0.05
+# JAX reports devices that it does not find to logs of level INFO, which toolboxes show.
+logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 
 def pooled(model: Any, inputs: Any, layer: str = "") -> Any:
@@ -239,7 +245,10 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
         ) from error
 
 
-def _unequal_share(one: torch.Tensor, other: torch.Tensor) -> float:
+def _unequal_share(*batches: Any) -> float:
+    """Returns the share of values that differ between the images of two batches."""
+    images = [_parts(batch, torch.device("cpu"))[0] for batch in batches]
+    one, other = (next(iter(x.values())) if isinstance(x, Mapping) else x for x in images)
     return float((one != other).float().mean()) if one.shape == other.shape else 1.0
 
 
@@ -309,7 +318,9 @@ class Calibrated(nn.Module):
         self.heads = heads
         self.views = views or functools.partial(pooled, layer=self.layer)
         self.previous: Float[Any, "n d"] | None = None
-        self._first: torch.Tensor | None = None  # images of the first batch before the task
+        self._first: Any = None  # first batch of the task's loader
+        self._named = -1  # the last task with a warning of its loader
+        self._last: Any = None  # first batch of the last fitted task, and its adapted features
         self.register_buffer("classes", torch.zeros(0, dtype=torch.int64), persistent=False)
         self._sort_classes()
 
@@ -322,10 +333,17 @@ class Calibrated(nn.Module):
     def before_task(self, loader: Iterable[Any]) -> None:
         """Computes features of a task's images before it is learned, if the calibrator reads them.
 
+        Reads the first batch again, and warns if its images have changed.
+
         Args:
             loader: see `collect`; images must come in the same order here and in `after_task`.
         """
-        if self.calibrator.num_tasks and self.calibrator.reads_previous:
+        self._first = None
+        reads = self.calibrator.num_tasks and self.calibrator.reads_previous
+        if not isinstance(loader, Iterator):
+            for _ in range(1 if reads else 2):
+                next(self._compared(loader), None)
+        if reads:
             self.previous = collect(self.module, self._compared(loader), self.views)[0]
 
     def after_task(self, loader: Iterable[Any], classes: Any = None, head: Any = None) -> None:
@@ -341,31 +359,48 @@ class Calibrated(nn.Module):
             InputError: see `collect`, `head_of` and `Calibrator.fit_task`.
         """
         adapted, pretrained, labels = collect(self.module, self._compared(loader), self.views)
-        self._first = None
+        if self._last is not None and self.calibrator.reads_previous:
+            self._warn_of_drift(adapted)
         classes = np.unique(labels) if classes is None else np.asarray(classes)
         if head is None and self.calibrator.needs_heads:
             head = self._head(classes)
         self.calibrator.fit_task(adapted, labels, head, pretrained, classes, self.previous)
         self.calibrator.finalize()
-        self.previous = None
+        _, of_batch = _parts(self._first, self.classes.device)
+        self._last = self._first, adapted[: len(of_batch)]
+        self.previous = self._first = None
         self._sort_classes()
 
     def _compared(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields a loader's batches; warns if the first one is another than before the task."""
+        """Yields a loader's batches; warns once a task if the first one has other images."""
+        task = self.calibrator.num_tasks
         for number, batch in enumerate(loader):
             if number == 0:
-                images, _ = _parts(batch, torch.device("cpu"))
-                [images, *_] = images.values() if isinstance(images, Mapping) else [images]
-                if self._first is not None and not torch.equal(self._first, images):
-                    task = self.calibrator.num_tasks
-                    share = _unequal_share(self._first, images)
-                    logging.getLogger(__name__).warning(
+                share = 0.0 if self._first is None else _unequal_share(self._first, batch)
+                if share and self._named < task:
+                    self._named = task
+                    _LOGGER.warning(
                         f"loader of task {task} (from 0): {share:.0%} of the values of its first "
-                        "batch differ between before_task and after_task; expected the same images "
-                        "in the same order, in evaluation preprocessing"
+                        "batch are others when it is read again; expected the same images in the "
+                        "same order, in evaluation preprocessing"
                     )
-                self._first = images.clone()
+                self._first = copy.deepcopy(batch)
             yield batch
+
+    def _warn_of_drift(self, adapted: Float[Any, "n d"]) -> None:
+        """Warns if the encoder has moved since the last task, and nothing tells from where."""
+        batch, before = self._last
+        rows = slice(len(before))
+        if self.previous is not None and not np.array_equal(self.previous[rows], adapted[rows]):
+            return
+        after = collect(self.module, [batch], self.views)[0]
+        drift = float(jnp.linalg.norm(after - before) / jnp.linalg.norm(before))
+        if drift > DRIFT:
+            _LOGGER.warning(
+                f"task {self.calibrator.num_tasks} (from 0): features of images of the task before "
+                f"have changed by {drift:.0%} of their length, and their statistics stay as they "
+                "were; call before_task before the training"
+            )
 
     @property
     def _model(self) -> nn.Module:
@@ -393,6 +428,10 @@ class Calibrated(nn.Module):
         features = _rows(self.views(self.module, inputs))
         scores = self.calibrator.class_scores(*map(as_array, features))[:, self.columns]
         return torch.from_numpy(scores).to(features[0].device, torch.float32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state for copies and pickles, without images."""
+        return self.__dict__ | {"_first": None, "_last": None}
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
         """Returns the calibrator's file, and the features before a task that is not fitted yet."""

@@ -3,13 +3,15 @@
     FDCPlugin("gaussians", layer="classifier")
 
 goes into a strategy's `plugins`. Statistics are taken after each experience; in evaluation the
-model's output is replaced by calibrated scores before loss and metrics are computed.
+model's output is replaced by calibrated scores before loss and metrics are computed. The accuracy
+without calibration is the metric `RAW`.
 """
 
 import copy
 from typing import Any
 
 import torch
+from avalanche.evaluation.metric_results import MetricValue
 from avalanche.training.plugins import SupervisedPlugin
 from torch import nn
 
@@ -17,6 +19,8 @@ from fdc_jax import calibration
 from fdc_jax import torch as fdc_torch
 from fdc_jax.calibration import Calibrator
 from fdc_jax.errors import InputError
+
+RAW = "Top1_Acc_Stream/without_calibration"
 
 
 class FDCPlugin(SupervisedPlugin):
@@ -59,6 +63,7 @@ class FDCPlugin(SupervisedPlugin):
         self.calibrator, self.layer = calibrator, layer
         self.pretrained, self.batch_size = pretrained, batch_size
         self.calibrated: fdc_torch.Calibrated | None = None
+        self.own: list[torch.Tensor] = []
 
     def start(self, model: nn.Module) -> None:
         """Makes `calibrated`, from the model before its first experience.
@@ -83,8 +88,21 @@ class FDCPlugin(SupervisedPlugin):
         """
         self.calibrated.after_task(self._walk(strategy))
 
+    def before_eval(self, strategy: Any, **kwargs: Any) -> None:
+        """Starts to count correct predictions of the model itself."""
+        self.own = []
+
+    def after_eval(self, strategy: Any, **kwargs: Any) -> None:
+        """Adds the accuracy of the model itself to the metrics."""
+        value = torch.cat(self.own).float().mean().item()
+        metric = MetricValue(self, RAW, value, strategy.clock.train_iterations)
+        strategy.evaluator.publish_metric_value(metric)
+        for logger in strategy.evaluator.loggers:
+            logger.log_metrics([metric])
+
     def after_eval_forward(self, strategy: Any, **kwargs: Any) -> None:
         """Replaces the output; classes of later experiences are below all others."""
+        self.own.append(strategy.mb_output.argmax(dim=1) == strategy.mb_y)
         if self.calibrated is None or not len(self.calibrated.classes):
             return
         self.calibrated.eval()

@@ -52,14 +52,22 @@ class FDCModel:
             # A list hides the module from `parameters()`.
             self._calibrated = [fdc_torch.Calibrated(pair, calibrator, _views)]
 
-    def after_task(self: Any, task_idx: int, *args: Any) -> None:
-        """Fits the task with its current head."""
-        super().after_task(task_idx, *args)
+    def after_task(self: Any, task_idx: int, buffer: Any, train: Any, test: Any) -> None:
+        """Fits the task with its current head; prints the accuracy without calibration."""
+        super().after_task(task_idx, buffer, train, test)
         classes, layer = np.unique(self._images.labels), self.get_submodule(self.LAYER)
         one = isinstance(layer, nn.ModuleList)
         head = fdc_torch.head_of(layer[task_idx] if one else layer, slice(None) if one else classes)
         (calibrated,) = self._calibrated
         calibrated.to(self.device).after_task(self._walk(), classes, head)
+        self.eval()
+        right, count = 0.0, 0
+        for data in (data for loader in test for data in loader):
+            _, accuracy = super().inference(data)
+            right += accuracy * len(data["label"])
+            count += len(data["label"])
+        self.train()
+        print(f" * Task {task_idx} without calibration: {100 * right / count:.2f} %")
 
     def _walk(self: Any) -> DataLoader:
         # A separate generator leaves the random numbers of training as they are.

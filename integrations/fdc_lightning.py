@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -23,7 +24,9 @@ from fdc_jax.calibration import Calibrator
 def in_order(trainer: Trainer) -> Iterable[Any]:
     """Returns batches of the training loader's images in their order, with its transform."""
     own: Any = trainer.train_dataloader
-    return DataLoader(own.dataset, own.batch_size, collate_fn=own.collate_fn)
+    # A separate generator leaves the random numbers of training as they are.
+    options = {"collate_fn": own.collate_fn, "generator": torch.Generator()}
+    return DataLoader(own.dataset, own.batch_size, **options)
 
 
 class FDCCallback(Callback):
@@ -36,7 +39,7 @@ class FDCCallback(Callback):
         pretrained: whether the second view is the network before the first task; models of PEFT
             always have two views.
         walk: a function from the trainer to batches of the task's images in evaluation
-            preprocessing, in the same order whenever it is called.
+            preprocessing, in the same order whenever it is called; a warning tells of others.
 
     Attributes:
         calibrated: after the first `fit`, the network with calibrated scores.

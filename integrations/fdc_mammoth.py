@@ -10,6 +10,7 @@ A file in Mammoth's folder `models`, such as `sgd_fdc.py`, adds a model:
 """
 
 import copy
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,13 +49,17 @@ class FDCModel:
         super().begin_task(dataset)
 
     def end_task(self: Any, dataset: Any) -> None:
-        """Fits the task with the current rows of the head.
+        """Fits the task with the current rows of the head; logs the accuracy without calibration.
 
         Later tasks lower the logits of classes without images.
         """
         super().end_task(dataset)
         classes = np.arange(*dataset.get_offsets(self.current_task))
         self._calibrated[0].after_task(self._walk(dataset), classes)
+        calibrated, self._calibrated = self._calibrated, []
+        own, _ = dataset.evaluate(self, dataset)
+        self._calibrated = calibrated
+        logging.info(f"[Class-IL] without calibration: {np.mean(own):.2f} %")
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Returns calibrated scores in evaluation; classes of later tasks are below all others."""

@@ -6,6 +6,7 @@ Labels are positions in PILOT's class order.
 
 import contextlib
 import copy
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,9 @@ class FDCLearner:
 
     `args["calibrator"]` names one of `calibration.METHODS`, by default `fdc`; `gaussians`
     compensates for drift. `args["calibrator_settings"]` holds its settings.
+
+    Attributes:
+        raw_curve: accuracy of the network's own predictions after each task, in percent.
     """
 
     def __init__(self: Any, args: dict[str, Any]) -> None:
@@ -38,6 +42,7 @@ class FDCLearner:
         settings = args.get("calibrator_settings", {})
         self.calibrator = calibration.make(args.get("calibrator", "fdc"), **settings)
         self.frozen = copy.deepcopy(self._network)
+        self.raw_curve: list[float] = []
 
     def incremental_train(self: Any, data_manager: Any) -> None:
         """Trains the task, then fits it."""
@@ -59,6 +64,13 @@ class FDCLearner:
         """Writes the calibrator beside PILOT's own file; `calibration.load` reads it."""
         super().save_checkpoint(filename)  # pyright: ignore[reportAttributeAccessIssue]
         self.calibrator.save(f"{filename}_{self._cur_task}.npz")
+
+    def eval_task(self: Any) -> Any:
+        """Logs the accuracy of the network's own predictions; returns that of calibrated ones."""
+        own = super()._eval_cnn(self.test_loader)  # pyright: ignore
+        self.raw_curve.append(self._evaluate(*own)["top1"])
+        logging.info(f"CNN top1 curve without calibration: {self.raw_curve}")
+        return super().eval_task()  # pyright: ignore
 
     def _eval_cnn(self: Any, loader: Any) -> tuple[np.ndarray, np.ndarray]:
         *views, labels = _views(self, self.frozen, loader)

@@ -426,21 +426,61 @@ def test_heads_beside_the_model_and_a_head_that_grows_are_heads():
         assert_allclose(module(images), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_other_images_after_a_task_than_before_are_named(noise, caplog):
-    class Noisy(torch.utils.data.TensorDataset):
-        def __getitem__(self, row):
-            image, label = super().__getitem__(row)
-            return image + noise * torch.randn(6), label
+class Noisy(torch.utils.data.TensorDataset):
+    """Images with other noise whenever they are read."""
 
-    model = torch.nn.Linear(6, 8)
-    calibrated = fdc_torch.Calibrated(model, calibration.make("gaussians"))
+    noise = 0.1
+
+    def __getitem__(self, row):
+        image, label = super().__getitem__(row)
+        return image + self.noise * torch.randn(6), label
+
+
+@pytest.mark.parametrize("name", ["fdc", "gaussians"])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_loader_of_random_images_is_named_before_each_training(name, noise, caplog):
+    calibrated = fdc_torch.Calibrated(torch.nn.Linear(6, 8), calibration.make(name))
     for task in range(2):
-        loader = torch.utils.data.DataLoader(Noisy(*batches_of(task)[0]), 8)
+        data = Noisy(*batches_of(task)[0])
+        data.noise = noise
+        loader = torch.utils.data.DataLoader(data, 8)
         calibrated.before_task(loader)
-        calibrated.after_task(loader)
-    named = [text for text in caplog.messages if text.startswith("loader of task 1 (from 0): 100%")]
-    assert len(named) == int(noise > 0)
+        expected = f"loader of task {task} (from 0): 100%"
+        named = [text for text in caplog.messages if text.startswith("loader")]
+        assert [text[: len(expected)] for text in named] == [expected] * (noise > 0)
+        calibrated.after_task(loader, head=torch.nn.Linear(6, 2 + task))
+        assert len([text for text in caplog.messages if text.startswith("loader")]) == len(named)
+        caplog.clear()
+
+
+def test_other_images_after_a_task_than_before_are_named(caplog):
+    calibrated = fdc_torch.Calibrated(torch.nn.Linear(6, 8), calibration.make("gaussians"))
+    [(images, labels)] = batches_of(0)
+    calibrated.before_task(iter([(images, labels)]))  # cannot be read again
+    calibrated.after_task([(images, labels)])
+    assert not caplog.messages[1:]
+    calibrated.before_task([(images, labels + 2)])
+    calibrated.after_task([(images.flip(0), labels + 2)])
+    assert [text for text in caplog.messages if text.startswith("loader of task 1 (from 0): 100%")]
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.5])
+@pytest.mark.parametrize("before", ["", "late", "early"])
+def test_drift_that_statistics_do_not_follow_is_measured(moved, before, caplog):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU())
+    calibrated = fdc_torch.Calibrated(model, calibration.make("gaussians"))
+    calibrated.after_task(batches_of(0))
+    batches = batches_of(1)
+    if before == "early":
+        calibrated.before_task(batches)
+    for parameter in model.parameters():
+        parameter.data *= 1 + moved
+    if before == "late":
+        calibrated.before_task(batches)
+    pickle.loads(pickle.dumps(calibrated)).after_task(batches)  # Images are in no pickle.
+    calibrated.after_task(batches)
+    named = [text for text in caplog.messages if "changed by 50% of their length" in text]
+    assert len(named) == int(moved > 0 and before != "early")
 
 
 def test_heads_of_several_tasks_that_are_not_named_are_an_error():

@@ -103,7 +103,7 @@ def arrays(loaders):
 
 
 def check(name, run, features, layer_of):
-    """Compares with what LibContinual's own evaluation counts; returns images and labels."""
+    """Compares with what LibContinual's own evaluation counts; returns images and a line."""
     model = run.model
     train = arrays([run.train_loader.get_loader(task) for task in range(5)])
     refitted = Refitted(name, model.networks, *train, TASKS, features, layer_of)
@@ -117,11 +117,11 @@ def check(name, run, features, layer_of):
     raw = run._validate(4)["avg_acc"]
     print({"raw": raw / 100, name: right.mean().item()})
     assert 100 * right.mean() > raw + 20 * (name == "gaussians")
-    return images
+    return images, f" * Task 4 without calibration: {raw:.2f} %"
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_finetune_with_a_buffer_scores_as_refitted(trainer, name):
+def test_finetune_with_a_buffer_scores_as_refitted(trainer, name, capsys):
     defined, train = trainer
 
     class Named(defined["Finetune"]):
@@ -159,7 +159,8 @@ def test_finetune_with_a_buffer_scores_as_refitted(trainer, name):
         read.load_state_dict(model.networks[task + 1].state_dict())
         read.after_task(task, run.buffer, loader, test_loader)
     expected = model._calibrated[0].eval()
-    images = check(name, run, features, layer_of)
+    images, line = check(name, run, features, layer_of)
+    assert line in capsys.readouterr().out
     assert torch.equal(read._calibrated[0].eval()(images), expected(images))
 
 

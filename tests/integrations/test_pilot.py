@@ -102,6 +102,8 @@ def test_learner_and_dump_score_as_refitted(checkout, digits, tmp_path, name):
 
     logits = networks[-1].fc(torch.tensor(views[0]))["logits"].detach().numpy()
     raw = logits.argmax(axis=1) == labels
+    assert len(learner.raw_curve) == 5
+    assert learner.raw_curve[-1] == pytest.approx(100 * raw.mean(), abs=0.3)
     print({"raw": raw.mean().item(), name: float(accuracy / 100)})
     if name == "gaussians":
         assert surpasses(right, raw)
