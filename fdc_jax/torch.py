@@ -248,7 +248,8 @@ def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.Linear
 def _unequal_share(*batches: Any) -> float:
     """Returns the share of values that differ between the images of two batches."""
     images = [_parts(batch, torch.device("cpu"))[0] for batch in batches]
-    one, other = (next(iter(x.values())) if isinstance(x, Mapping) else x for x in images)
+    empty = torch.zeros(0)
+    one, other = (next(iter(x.values()), empty) if isinstance(x, Mapping) else x for x in images)
     return float((one != other).float().mean()) if one.shape == other.shape else 1.0
 
 
@@ -341,8 +342,10 @@ class Calibrated(nn.Module):
         self._first = None
         reads = self.calibrator.num_tasks and self.calibrator.reads_previous
         if not isinstance(loader, Iterator):
-            for _ in range(1 if reads else 2):
-                next(self._compared(loader), None)
+            with torch.random.fork_rng(devices=[]):  # Training draws as it would.
+                torch.seed()
+                for _ in range(1 if reads else 2):
+                    next(self._compared(loader), None)
         if reads:
             self.previous = collect(self.module, self._compared(loader), self.views)[0]
 
@@ -366,7 +369,7 @@ class Calibrated(nn.Module):
             head = self._head(classes)
         self.calibrator.fit_task(adapted, labels, head, pretrained, classes, self.previous)
         self.calibrator.finalize()
-        _, of_batch = _parts(self._first, self.classes.device)
+        _, of_batch = _parts(self._first, torch.device("cpu"))
         self._last = self._first, adapted[: len(of_batch)]
         self.previous = self._first = None
         self._sort_classes()

@@ -40,7 +40,7 @@ def benchmark(seed: int) -> Any:
 
 def accuracy(strategy: Any, stream: Any) -> float:
     """Returns the accuracy over a whole stream, in percent."""
-    return next(100 * v for k, v in strategy.eval(stream).items() if "Stream" in k)
+    return next(100 * v for k, v in strategy.eval(stream).items() if "eval_phase" in k)
 
 
 def compare(seed: int) -> dict[str, float]:

@@ -27,14 +27,14 @@ ROWS = {
     "Lightning": ("lightning", ""),
     "Avalanche": ("avalanche-lib", ""),
     "pytorch-ood": ("pytorch-ood", ""),
-    "PILOT": ("PILOT", "test_pilot.py::test_learner_and_dump_score_as_refitted[gaussians]"),
+    "PILOT": ("PILOT", "test_pilot.py::test_learner_and_dump_score_as_refitted"),
     "Mammoth": (
         "MAMMOTH",
-        "test_mammoth.py::test_model_and_its_copies_score_as_refitted[gaussians]",
+        "test_mammoth.py::test_model_and_its_copies_score_as_refitted",
     ),
     "LibContinual": (
         "LIBCONTINUAL",
-        "test_libcontinual.py::test_inflora_scores_as_refitted[gaussians]",
+        "test_libcontinual.py::test_inflora_scores_as_refitted",
     ),
 }
 OWN = re.compile(r"fdc|calibrat|gaussians|\bboth\b|\bwalk\b|FDC|LAYER")

@@ -76,7 +76,7 @@ def accuracy(strategy, benchmark):
     from fdc_avalanche import RAW
 
     metrics = strategy.eval(benchmark.test_stream)
-    (value,) = [value for name, value in metrics.items() if "Stream" in name and name != RAW]
+    (value,) = [value for name, value in metrics.items() if "eval_phase" in name]
     return value, metrics[RAW]
 
 

@@ -1,0 +1,42 @@
+"""The script that measures the table of the page of integrations."""
+
+import re
+
+import pytest
+
+from tests.integrations import conftest
+
+measure = pytest.importorskip("measure", reason="imported from its folder")
+
+
+def test_every_row_has_its_test():
+    for heading, (_, test) in measure.ROWS.items():
+        assert measure.program(heading)
+        if test:
+            file, name = test.split("::")
+            text = conftest.PAGE.parents[1].joinpath("tests", "integrations", file).read_text()
+            assert re.search(rf"^def {name}\(", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("heading", measure.REAL)
+def test_replaced_parts_are_in_the_programs(heading):
+    code = measure.program(heading)
+    for part in measure.REAL[heading]:
+        assert part in code
+    assert "digits(return" not in measure.program(heading, real=True)
+
+
+@pytest.mark.parametrize(
+    "code, line",
+    [
+        ("raise ValueError('a reason')", "Mammoth: ValueError: a reason"),
+        ("raise OSError('Name or service not known')", "no network; datasets/seq_8vision.py"),
+        ("print({'raw': 0.5}); raise SystemExit(1)", "Mammoth: no numbers"),
+    ],
+)
+def test_a_row_that_fails_is_named_with_its_reason(monkeypatch, capsys, code, line):
+    monkeypatch.setattr(measure, "program", lambda *_: code)
+    monkeypatch.setattr(measure, "version", lambda _: "1")
+    monkeypatch.setitem(measure.ROWS, "Mammoth", ("MAMMOTH", ""))
+    assert measure.main(["Mammoth"], real=False) == 1
+    assert line in capsys.readouterr().err
