@@ -41,7 +41,7 @@ OWN = re.compile(r"fdc|calibrat|gaussians|\bboth\b|\bwalk\b|FDC|LAYER")
 # Parts of a message that tell of a missing network, and what needs one.
 OFFLINE = re.compile(r"Name or service not known|Network is unreachable|ConnectionError|URLError")
 FETCHES = {"Mammoth": "datasets/seq_8vision.py fetches CLIP's weights at import: remove it"}
-# What `--real` replaces in every program, and in the program under a heading.
+# Parts that `--real` replaces in every program, and in the program under a heading.
 READ = {
     "pixels, labels = map(torch.tensor, load_digits(return_X_y=True))": (
         "from real_images import images, labels, test, vit"

@@ -208,6 +208,6 @@ def test_program_of_the_page(avalanche, capsys):
     raw = defined["metrics"]["Top1_Acc_Stream/without_calibration"]
     assert str({"raw": raw, "gaussians": printed}) in capsys.readouterr().out
     with torch.no_grad():
-        own = defined["model"].eval()(images).argmax(dim=1) == labels
-    assert raw == pytest.approx(own.float().mean().item())
+        right = defined["model"].eval()(images).argmax(dim=1) == labels
+    assert raw == pytest.approx(right.float().mean().item())
     assert printed > raw + 0.5
