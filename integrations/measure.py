@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 # that runs the program if it does not run alone.
 ROWS = {
     "PyTorch": ("torch", ""),
-    "transformers and PEFT": ("peft transformers", ""),
+    "transformers and PEFT": ("transformers peft", ""),
     "Lightning": ("lightning", ""),
     "Avalanche": ("avalanche-lib", ""),
     "pytorch-ood": ("pytorch-ood", ""),
