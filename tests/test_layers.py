@@ -25,7 +25,7 @@ LIMITS = {
     "learners": 22_650,
     "machine": 7_610,
     "model": 11_450,
-    "package": 14_150,
+    "package": 14_120,
     "paper": 5_560,
     "posthoc": 3_370,
     "report": 22_750,
