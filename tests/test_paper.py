@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tests import small_runs
 
 SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
 DIGITS = ["--benchmarks=digits", "--learners=cumulative_lora,sd_lora"]
+ONE = [DIGITS[0], "--learners=cumulative_lora"]
 ALONE = Worker("", {}, ())
 NINE = "cumulative_lora ewc_lora sd_lora splitlora inflora inflora_ca lora_subtraction loda rsiat"
 
@@ -113,7 +115,6 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
         (["--benchmarks=digit"], "--benchmarks: expected one of .* did you mean digits"),
         (["--learners=sdlora"], "fdc_jax.paper: --learners: .*sd_lora"),
         (["--config.seed=1"], "--config.seed: expected --seeds"),
-        (["--config.precision=half"], "config.precision: expected .* found 'half'"),
         (["--config.seed=1", "--config.seed=2"], "--config.seed is given twice"),
         (["--data=nowhere"], "--data: expected a folder, found nowhere"),
         (["--seeds=one"], r"config.seed\[0\]: expected a whole number, found 'one'"),
@@ -121,7 +122,6 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
             ["--config.train.epoch=3"],
             "--config.train.epoch: no such field; did you mean train.epochs",
         ),
-        (["--config.data.flip=half"], "config.data.flip: expected true or false, found 'half'"),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
         (["--reference=nowhere.csv"], "nowhere.csv: unreadable"),
         (["--select=vali"], "--select: invalid choice: 'vali'"),
@@ -274,6 +274,25 @@ def test_workers_on_processors_divide_the_cores(monkeypatch):
         workers.share_devices("5", {})
 
 
+def test_two_workers_perform_every_run_once_and_side_by_side(tmp_path):
+    config = small_runs.config(tmp_path)
+    runs = [plan.Run("digits", name, tmp_path / name, (), config) for name in "abcd"]
+    both = threading.Barrier(2)
+    performed, ended = [], []
+
+    def attempt(run, stop, worker, quiet):
+        both.wait(timeout=60)
+        performed.append(run)
+        return Outcome(0, "")
+
+    def end(run, outcome):
+        ended.append(run)
+
+    workers.work(runs, [ALONE, ALONE], attempt, end, {}, StopRequest(), True)
+    for actual in (performed, ended):
+        assert sorted(run.learner for run in actual) == [*"abcd"]
+
+
 def commands(folder):
     """Returns the commands in the log of a run."""
     lines = (folder / "log.txt").read_text().splitlines()
@@ -299,13 +318,17 @@ def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
 
 
 def test_last_lines_of_a_stopped_run_are_shown_once(tmp_path, monkeypatch, capsys):
-    program = "import sys; sys.stdin.read(); print('after task 1/2: raw 1.00'); print('saved')"
+    """The run is on the cores of its worker."""
+    program = "import sys; sys.stdin.read(); print('after task 1/2: raw 1.00')"
+    program += "; print(os.sched_getaffinity(0))"
     monkeypatch.setattr(workers, "_PROGRAM", program)
     run = plan.Run("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
     stop = StopRequest()
     stop.signal = signal.SIGTERM
+    core = min(os.sched_getaffinity(0))
     with pytest.raises(Interrupted):
-        workers.attempt(run, stop, ALONE, False)
+        workers.attempt(run, stop, Worker("", {}, (core,)), False)
+    assert run.log.read_text().endswith(f"\n{{{core}}}\n")
     assert capsys.readouterr().err.count("seed 1, after task 1/2: raw 1.00\n") == 1
 
 
@@ -329,13 +352,8 @@ def test_report_is_current_by_content_not_by_date(
 
     def tables(seeds):
         """Returns what is printed and the table of latencies; dates the report ahead."""
-        arguments = ["--benchmarks=digits", "--learners=cumulative_lora", f"--seeds={seeds}"]
-        arguments += [
-            *SMALL,
-            "--config.calibrators=fdc,gaussians",
-            f"--workdir={tmp_path / 'runs'}",
-        ]
-        assert command.main(arguments) == 0
+        arguments = [*ONE, f"--seeds={seeds}", *SMALL, "--config.calibrators=fdc,gaussians"]
+        assert command.main([*arguments, f"--workdir={tmp_path / 'runs'}"]) == 0
         output = tmp_path / "runs" / "report"
         year_2100 = 4_102_444_800
         os.utime(output / "report.html", (year_2100, year_2100))
@@ -418,89 +436,75 @@ def test_two_workers_continue_after_a_kill(tmp_path, cache):
 
 
 @pytest.mark.ci
-def test_a_failing_run_is_named_and_stops_no_other(tmp_path, cache):
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_killed_run_resumes_and_failing_run_stops_no_other(finished_run, tmp_path, cache):
     digits = ["--benchmarks=digits", "--learners=tests.fails_in_loss,cumulative_lora"]
-    process = start(tmp_path, cache, "--seeds=1", digits=digits)
+    arguments = ("--seeds=1", "--workers=1", "--config.calibrators=fdc,gaussians")
+    folder = tmp_path / "digits" / "cumulative_lora" / "seed_1"
+    process = start(tmp_path, cache, *arguments, digits=digits)
+    small_runs.wait_for(folder, "statistics", process)
+    (run,) = [pid for pid, line in children(process.pid).items() if str(folder) in line]
+    os.kill(run, signal.SIGKILL)
     _, errors = small_runs.finish(process, expected=1)
+    assert errors.count("ended by SIGKILL; it is resumed") == 1
     (line,) = [line for line in errors.splitlines() if "failed with code" in line]
     assert line.startswith("fdc_jax.paper: failed with code 1: Digits, ")
     assert "ZeroDivisionError" in line
+    log = (tmp_path / "digits" / "tests.fails_in_loss" / "seed_1" / "log.txt").read_text()
+    assert 'fails_in_loss.py", line 9, in loss\n    return 1 / 0' in log
+    assert "ZeroDivisionError: division by zero\nlearner: Fails.loss in " in log
     assert "Digits, Cumulative-LoRA, seed 1, after task 1/" in errors
-    small_runs.results(tmp_path / "digits" / "cumulative_lora" / "seed_1")
+    small_runs.nothing_done_twice(folder)
+    small_runs.same_outcome(finished_run, folder)
+    assert (folder / "latency.json").exists()
+    assert (tmp_path / "report" / "tables" / "benchmark.csv").exists()
 
 
 @pytest.mark.ci
 def test_ray_repeats_the_run_of_a_worker_that_dies(tmp_path, cache):
     pytest.importorskip("ray", reason="needs Ray: pip install 'fdc_jax[ray]'")
-    folders = [tmp_path / "digits" / name / "seed_1" for name in ("cumulative_lora", "sd_lora")]
-    driver = start(tmp_path, cache, "--seeds=1", "--ray", "--ray_gpus=0")
-    small_runs.wait_for(folders[0], "training", driver)
-    worker = int(files.holder(folders[0] / ".worker").split()[1])
+    folder = tmp_path / "digits" / "cumulative_lora" / "seed_1"
+    folder.mkdir(parents=True)
+    (folder / "latency.json").write_text(json.dumps(LATENCY))
+    driver = start(tmp_path, cache, "--seeds=1", "--ray", "--ray_gpus=0", digits=ONE)
+    small_runs.wait_for(folder, "training", driver)
+    worker = int(files.holder(folder / ".worker").split()[1])
     assert worker != driver.pid
     os.kill(worker, signal.SIGKILL)
     _, errors = small_runs.finish(driver)
-    assert len(commands(folders[0])) == 2 and len(commands(folders[1])) == 1
-    assert "stopped by SIGTERM" in (folders[0] / "log.txt").read_text()
-    for folder in folders:
-        small_runs.results(folder)
-        small_runs.nothing_done_twice(folder)
+    assert len(commands(folder)) == 2
+    assert "stopped by SIGTERM" in (folder / "log.txt").read_text()
+    small_runs.results(folder)
+    small_runs.nothing_done_twice(folder)
     assert "0 runs left" in errors
-    assert errors.count("after task 2/2") == 2
-
-
-def workers_of(pid):
-    """Returns the processes of runs that a command has started."""
-    return [child for child, command in children(pid).items() if "\0run\0" in command]
-
-
-@pytest.mark.ci
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_runs_that_are_killed_resume_to_the_tables_of_one_worker(tmp_path, cache):
-    rng = np.random.default_rng(0)
-    for name, count in (("one", "1"), ("two", "2")):
-        process = start(tmp_path / name, cache, "--seeds=1", f"--workers={count}")
-        kills = 0
-        while process.poll() is None and name == "two" and kills < 2:
-            time.sleep(rng.uniform(2, 6))
-            for pid in workers_of(process.pid)[:1]:
-                os.kill(pid, signal.SIGKILL)
-                kills += 1
-        _, errors = small_runs.finish(process)
-        assert errors.count("ended by SIGKILL; it is resumed") == kills == 2 * (name == "two")
-    one, two = (
-        {path.name: path.read_text() for path in (tmp_path / name / "report/tables").glob("*.csv")}
-        for name in ("one", "two")
-    )
-    measured = {"cost.csv", "latency.csv"}
-    assert one.keys() == two.keys() and len(one) > 5
-    for name in one.keys() - measured:
-        assert one[name] == two[name], name
+    assert errors.count("after task 2/2") == 1
 
 
 # A stand-in of SLURM's `srun`: it starts a job step, and sends the signal of the time limit to all
-# of its processes once they train; `scontrol` writes down what it is told.
+# of its processes once they train; a job that was requeued, which `scontrol` writes down, succeeds.
 SRUN = """#!{python}
 import os, pathlib, signal, subprocess, sys, time
+if pathlib.Path({log!r}).exists():
+    sys.exit(0)
 step = subprocess.Popen([{python!r}, *sys.argv[2:]])
 events = pathlib.Path({folder!r}, "metrics.jsonl")
-late = pathlib.Path({log!r}).exists()
-while step.poll() is None and not late:
-    late = events.exists() and '"training"' in events.read_text()
-    if late:
-        found = subprocess.run(["pgrep", "-P", str(step.pid)], capture_output=True, text=True)
-        for pid in [step.pid, *map(int, found.stdout.split())]:
-            os.kill(pid, signal.SIGTERM)
+while not (events.exists() and '"training"' in events.read_text()):
+    assert step.poll() is None
     time.sleep(0.1)
+children = subprocess.run(["pgrep", "-P", str(step.pid)], capture_output=True, text=True).stdout
+for pid in [step.pid, *map(int, children.split())]:
+    os.kill(pid, signal.SIGTERM)
 sys.exit(step.wait())
 """
 
 
 @pytest.mark.ci
 @pytest.mark.skipif(not shutil.which("pgrep"), reason="needs pgrep")
-def test_script_for_slurm_resumes_after_the_time_limit(tmp_path, cache):
+def test_script_for_slurm_resumes_after_the_time_limit(finished_run, tmp_path, cache):
     page = (small_runs.REPOSITORY / "docs" / "paper.md").read_text()
     script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)[1]
-    arguments = " ".join([*DIGITS[:1], "--learners=cumulative_lora", "--seeds=1", *SMALL])
+    fields = [*SMALL, "--config.calibrators=fdc,gaussians"]
+    arguments = " ".join([*ONE, "--seeds=1", *fields])
     script = script.replace("--data=DATA", f"{arguments} --workdir={tmp_path / 'runs'}")
     folder, log = tmp_path / "runs" / "digits" / "cumulative_lora" / "seed_1", tmp_path / "requeued"
     tools = tmp_path / "bin"
@@ -523,5 +527,7 @@ def test_script_for_slurm_resumes_after_the_time_limit(tmp_path, cache):
         )
         assert done.returncode == code, done.stderr
     assert log.read_text() == "requeue 17\n"
-    small_runs.results(folder)
-    assert (tmp_path / "runs" / "report" / "report.html").exists()
+    assert not (folder / "results.json").exists()
+    small_runs.run(small_runs.config(cache), folder)
+    small_runs.same_outcome(finished_run, folder)
+    small_runs.nothing_done_twice(folder)

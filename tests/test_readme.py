@@ -16,7 +16,6 @@ from fdc_jax.report import reference
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
 README = (REPOSITORY / "README.md").read_text()
 FILES = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 FILES += sorted((REPOSITORY / "docs").rglob("*.md"))
@@ -127,12 +126,6 @@ def test_the_learner_that_the_readme_shows_runs(tmp_path, cache):
     assert record["accuracy"]["oracle"] > 80
     assert record["accuracy"]["fdc"] > record["accuracy"]["raw"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "FDC_JAX_CACHE": str(cache)}
-    for command_line in (
-        "export runs/probe model --learner=linear_probe",
-        f"paper --benchmarks=digits --learners=linear_probe --seeds=1 {' '.join(SMALL)}",
-    ):
-        tokens = ("-m", "fdc_jax", *command_line.split())
-        small_runs.python(*tokens, cwd=tmp_path, env=environment)
-    folder = tmp_path / "runs/paper/digits/linear_probe/seed_1"
-    assert small_runs.results(folder)["learner"] == "linear_probe"
-    assert (folder / "latency.json").exists()
+    export_command = "-m fdc_jax export runs/probe model --learner=linear_probe"
+    small_runs.python(*export_command.split(), cwd=tmp_path, env=environment)
+    assert (tmp_path / "model" / "config.json").exists()

@@ -202,14 +202,6 @@ def test_error_in_a_learner_has_a_note(method, cache, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "calibrators").exists()
 
 
-@pytest.mark.ci
-def test_the_traceback_of_a_learner_ends_with_its_note(cache, tmp_path):
-    learner = "--config.learner.name=tests.fails_in_loss"
-    _, errors = small_runs.finish(small_runs.start(tmp_path / "run", learner, cache=cache), 1)
-    assert 'fails_in_loss.py", line 9, in loss\n    return 1 / 0' in errors
-    assert "ZeroDivisionError: division by zero\nlearner: Fails.loss in " in errors
-
-
 OTHER_RUNS = {
     "of another configuration: train.rank was 10, is 3;": dict(train__rank=3),
     "fdc.attenuation was 0.5, is 0.25;.*posthoc ": dict(fdc__attenuation=0.25),
