@@ -7,28 +7,25 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from fdc_jax.posthoc import command as posthoc
 from tests import small_runs
 from tests.small_runs import python
 
-VARIABLES = {
-    "NaN as errors": {"JAX_DEBUG_NANS": "1"},
-    "strict promotion": {
-        "JAX_NUMPY_DTYPE_PROMOTION": "strict",
-        "JAX_NUMPY_RANK_PROMOTION": "raise",
-    },
-    "no compilation": {"JAX_DISABLE_JIT": "1"},
+STRICT = {
+    "JAX_DEBUG_NANS": "1",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
 }
+UNCOMPILED = {"JAX_DISABLE_JIT": "1"}
+KINDS = pytest.mark.parametrize(
+    "variables",
+    [STRICT, pytest.param(UNCOMPILED, marks=pytest.mark.slow)],
+    ids=["NaN as errors, strict promotion", "no compilation"],
+)
 TINY = """
 data.train_per_class=6 data.test_per_class=4 train.epochs=1 train.batch_size=15 num_tasks=2
 classes_per_task=5 evaluation.batch_size=64 report=False
 """.split()
-# Without compilation, and of images by strict promotion: slow, beside the digits.
-PHOTOGRAPHED = [
-    "NaN as errors",
-    pytest.param("strict promotion", marks=pytest.mark.slow),
-    pytest.param("no compilation", marks=pytest.mark.slow),
-]
-METHODS = ["NaN as errors", "strict promotion", PHOTOGRAPHED[2]]
 PHOTOGRAPHS = """
 encoder.variant=digits encoder.weights=digits encoder.image_size=32 train.epochs=1
 train.batch_size=6 classes_per_task=1
@@ -58,29 +55,27 @@ def run(workdir, name, fields, *arguments, **options):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", VARIABLES)
-def test_digits_are_learned(kind, tmp_path, cache):
-    run(tmp_path, "digits", TINY, variables=VARIABLES[kind])
+def test_digits_are_learned_without_compilation(tmp_path, cache):
+    run(tmp_path, "digits", TINY, variables=UNCOMPILED)
     results = small_runs.results(tmp_path)
     assert results["num_tasks"] == 2 and results["accuracy"]["fdc"] > 20
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", METHODS)
-def test_all_methods_fit_the_example(kind, tmp_path):
-    tables = []
-    for variables in ({}, VARIABLES[kind]):
-        output = f"--output={tmp_path / 'scores.npz'}"
-        printed = fdc("posthoc", "example", "--method=all", output, variables=variables)
-        tables.append([line.split()[:2] for line in printed.splitlines()[:-1]])
-    assert tables[0] == tables[1]
+@KINDS
+def test_all_methods_fit_the_example(variables, tmp_path, capsys):
+    arguments = ("example", "--method=all", "--projections=100", f"--output={tmp_path / 'o.npz'}")
+    assert posthoc.main(arguments) == 0
+    tables = (capsys.readouterr().out, fdc("posthoc", *arguments, variables=variables))
+    expected, actual = ([line.split()[:2] for line in t.splitlines()[:-1]] for t in tables)
+    assert actual == expected
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", PHOTOGRAPHED)
-def test_own_photographs_are_learned(kind, tmp_path, cache, photographs):
+@KINDS
+def test_own_photographs_are_learned(variables, tmp_path, cache, photographs):
     fields = [*PHOTOGRAPHS, f"data.source={photographs}"]
-    run(tmp_path, "own", fields, variables=VARIABLES[kind])
+    run(tmp_path, "own", fields, variables=variables)
     assert small_runs.results(tmp_path)["num_classes"] == 2
     assert (tmp_path / "report" / "report.html").exists()
 
