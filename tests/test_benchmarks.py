@@ -89,8 +89,8 @@ def test_missing_or_misshapen_numbers_are_wrong():
     assert not golden.compare(number, {})["right"]
 
 
-@pytest.mark.ci
-def test_a_broken_number_gives_code_1_and_its_error(tmp_path, accelerated, monkeypatch):
+@pytest.fixture
+def in_this_process(monkeypatch):
     @contextlib.contextmanager
     def started(names, options):
         """Measures in this process, not in one of its own."""
@@ -99,6 +99,10 @@ def test_a_broken_number_gives_code_1_and_its_error(tmp_path, accelerated, monke
         yield types.SimpleNamespace(wait=lambda limit: 0)
 
     monkeypatch.setattr(accelerator, "started", started)
+
+
+@pytest.mark.ci
+def test_a_broken_number_gives_code_1_and_its_error(tmp_path, accelerated, in_this_process):
     broken = json.loads(accelerator.GOLDEN.read_text())
     broken["two blocks of ViT-B/16"][0][0] += 0.1
     (tmp_path / "broken.json").write_text(json.dumps(broken))
@@ -113,7 +117,7 @@ def test_a_broken_number_gives_code_1_and_its_error(tmp_path, accelerated, monke
 
 
 @pytest.mark.ci
-def test_gradients_of_all_learners_equal_the_committed_ones(accelerated):
+def test_gradients_of_all_learners_equal_the_committed_ones(accelerated, in_this_process):
     code, records, _, _ = accelerated("--minutes=60", "--parts=gradients")
     record = records["gradients"]
     assert (code, record["status"]) == (0, "done") and len(record["checks"]) > 100

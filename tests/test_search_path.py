@@ -74,8 +74,6 @@ def run_in(folder, cache, *command, path=(str(small_runs.REPOSITORY),), code=0):
 
 SMALL = " ".join(f"--config.{name}={value}" for name, value in small_runs.FIELDS.items())
 COMMANDS = {
-    "--help": "",
-    "--version": "",
     "predict": "model image.png --html=page.html",
     "posthoc": "example --output=scores.npz",
     "latency": "--help",
@@ -96,13 +94,12 @@ def test_no_command_runs_files_of_the_current_folder(name, stranger, cache):
 
 @pytest.mark.ci
 def test_modules_of_the_current_folder_do_not_run(stranger, cache, tmp_path):
-    help_of_run = ["run", "--help"]
-    run_in(stranger, cache, "-m", "fdc_jax", *help_of_run)
     run_in(stranger, cache, small_runs.REPOSITORY / "main.py", "--help", path=())
+    run_in(stranger, cache, "-m", "fdc_jax", "--version")
     # An empty entry is the current folder for Python, too.
     path = ("", str(small_runs.REPOSITORY))
-    run_in(stranger, cache, "-m", "fdc_jax", *help_of_run, path=path)
+    run_in(stranger, cache, "-m", "fdc_jax", "predict", "--help", path=path)
     script = tmp_path / "fdc"
     script.write_text("from fdc_jax.__main__ import main\nmain()\n")
-    run_in(stranger, cache, script, *help_of_run, path=path)
+    run_in(stranger, cache, script, "predict", "--help", path=path)
     run_in(stranger, cache, "-m", "fdc_jax.latency", code=1)
