@@ -23,7 +23,7 @@ KINDS = pytest.mark.parametrize(
     ids=["NaN as errors, strict promotion", "no compilation"],
 )
 TINY = """
-data.train_per_class=6 data.test_per_class=4 train.epochs=1 train.batch_size=15 num_tasks=2
+data.train_per_class=3 data.test_per_class=4 train.epochs=1 train.batch_size=15 num_tasks=2
 classes_per_task=5 evaluation.batch_size=64 report=False
 """.split()
 PHOTOGRAPHS = """
