@@ -93,7 +93,7 @@ def test_few_images_are_of_their_own_class(seed, images):
     np.testing.assert_array_equal(calibrator.score(features).label, labels)
 
 
-def test_storage_counts_means_factors_and_half_a_symmetric_scatter():
+def test_storage_counts_half_of_a_symmetric_scatter():
     tasks, classes = streams.stream(2, 3), 9
     numbers = [classes * d * (1 + gaussians.RANK) + d * (d + 1) // 2 for d in (16, 12)]
     stale = len(tasks)

@@ -49,7 +49,7 @@ def moved_means(means, before, after, width):
     """Returns means moved by the weighted drift of the images, one by one."""
     moved = []
     for mean in means:
-        weights = [math.exp(-np.sum((each - mean) ** 2) / (2 * width**2)) + 1e-5 for each in before]
+        weights = [math.exp(-np.sum((row - mean) ** 2) / (2 * width**2)) + 1e-5 for row in before]
         shift = sum(w * (b - a) for w, a, b in zip(weights, before, after, strict=True))
         moved.append(mean + shift / sum(weights))
     return np.array(moved)

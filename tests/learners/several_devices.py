@@ -59,19 +59,18 @@ def compare(name: str) -> None:
     """Asserts that four devices leave what one leaves."""
     four = run(name, devices.data_mesh())
     one = run(name, jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)))
-    for (path, expected), found in zip(
-        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(four), strict=True
-    ):
-        expected, found = np.asarray(expected), np.asarray(found)
+    leaves = jax.tree_util.tree_leaves_with_path(one)
+    for (path, expected), actual in zip(leaves, jax.tree.leaves(four), strict=True):
+        expected, actual = np.asarray(expected), np.asarray(actual)
         where = f"{name}{jax.tree_util.keystr(path)}"
         if expected.dtype.kind in "iub":
-            np.testing.assert_array_equal(found, expected, err_msg=where)
+            np.testing.assert_array_equal(actual, expected, err_msg=where)
         elif "['added']" in where or "['adapter']" in where:
-            difference = np.linalg.norm(found - expected)
+            difference = np.linalg.norm(actual - expected)
             assert difference <= TOLERANCE_OF_INCREMENTS * np.linalg.norm(expected), where
-        elif "['offered']" in where or any(each in where for each in REMEMBERED):
+        elif "['offered']" in where or any(name in where for name in REMEMBERED):
             scale = np.abs(expected).max()
-            np.testing.assert_allclose(found, expected, atol=TOLERANCE * scale, err_msg=where)
+            np.testing.assert_allclose(actual, expected, atol=TOLERANCE * scale, err_msg=where)
 
 
 def check_moments() -> None:

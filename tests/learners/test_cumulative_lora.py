@@ -39,9 +39,7 @@ def test_loss_in_float64(backbone):
     trained = toy.random_like(step.trained, 3)
     batch = toy.make_batch(2, size=6, classes=2, padding=2)
     kernels = run.learner.encoder(backbone, step.before, 2)
-    changes = toy.products(trained["increment"])
-    kernels = {part: np.asarray(kernels[part], np.float64) + changes[part] for part in changes}
-    features = toy.reference_features(batch.images, kernels)
+    features = toy.features_with(kernels, trained["increment"], batch.images)
     losses = toy.reference_cross_entropy(features, trained["head"], batch.labels, 2)
     value, gradients = toy.value_and_gradients(run.update, backbone, step.frozen, trained, batch)
     np.testing.assert_allclose(value, losses[:4].mean(), rtol=1e-4)

@@ -25,7 +25,7 @@ from fdc_jax.run import base, configuration
 from tests.learners import toy
 
 
-def test_ranges_can_be_read_and_have_room_for_every_default():
+def test_ranges_hold_every_default():
     for name in learners.names():
         learner = learners.find(name)
         for benchmark in ("", *BENCHMARKS):
@@ -72,11 +72,11 @@ def in_module(monkeypatch, name, learner=None):
     """Puts a learner where `name` is imported from."""
     module = types.ModuleType(name)
     if learner is not None:
-        module.Found = type(learner.__name__, (learner,), {**vars(learner), "__module__": name})
+        module.Single = type(learner.__name__, (learner,), {**vars(learner), "__module__": name})
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_a_learner_of_the_users_own(monkeypatch):
+def test_a_users_learner_has_options(monkeypatch):
     in_module(monkeypatch, "mine.of_the_tests", Mine)
     config = base.get_config()
     config.learner.name = "mine.of_the_tests"
@@ -109,7 +109,7 @@ def test_other_modules_are_refused(monkeypatch, name, learner, message):
         learners.find(name)
 
 
-def test_an_error_in_a_users_file_is_placed(tmp_path, monkeypatch):
+def test_an_error_in_a_users_file_names_its_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name, text, message in (
         ("of_the_user", "text = 'Mine'\n\nvalue = 1 / 0\n", "line 3: ZeroDivisionError: division"),
@@ -208,13 +208,13 @@ def test_another_state_is_named(state, found):
         check_state("mine", "after_task", STATE, state)
 
 
-def test_the_page_on_learners_has_their_methods_and_a_loss_that_works(backbone):
+def test_the_page_lists_the_methods_and_a_working_loss(backbone):
     page = (Path(__file__).parents[2] / "docs" / "learners.md").read_text()
     methods = re.findall(r"\| `(\w+)\((.*)\)` \|", page)
     assert len(methods) == 8
     for name, given in methods:
         declared = inspect.signature(getattr(Learner, name)).parameters.values()
-        required = [each.name for each in declared if each.default is each.empty]
+        required = [p.name for p in declared if p.default is p.empty]
         assert given.split(", ") == required, name
     (code,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
     made = {"__name__": "lwf"}

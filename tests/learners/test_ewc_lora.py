@@ -22,34 +22,30 @@ def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone):
     kernels, omega = toy.float64(frozen["kernels"]), toy.float64(frozen["importance"])
 
     def expected(leaves):
+        features = toy.features_with(kernels, leaves["increment"], batch.images[:4])
         change = toy.products(leaves["increment"])
-        features = toy.reference_features(
-            batch.images[:4], {part: kernels[part] + change[part] for part in toy.PARTS}
-        )
         losses = toy.reference_cross_entropy(features, leaves["head"], batch.labels[:4], 3)
         penalty = sum(np.sum(omega[part] * change[part] ** 2) for part in toy.PARTS) / 2
         return losses.mean() + 3.0 * penalty
 
     value, gradients = toy.value_and_gradients(run.update, backbone, frozen, trained, batch)
     np.testing.assert_allclose(value, expected(toy.float64(trained)), rtol=1e-4)
-    direction = toy.float64(toy.random_like(trained, 8))
-    found = toy.slope(expected, toy.float64(trained), direction)
-    np.testing.assert_allclose(toy.inner(gradients, direction), found, rtol=2e-3)
+    toy.assert_slopes(expected, trained, gradients)
 
 
 def largest(importance):
-    """The places of the largest entry of every block and part."""
+    """Yields part and index of the largest entry of every block and part."""
     for part in toy.PARTS:
-        for block, found in enumerate(importance[part]):
-            yield part, (block, *np.unravel_index(found.argmax(), found.shape))
+        for block, entries in enumerate(importance[part]):
+            yield part, (block, *np.unravel_index(entries.argmax(), entries.shape))
 
 
-def gradient_of_each(kernels, part, place, images, head, labels):
+def gradients_of_images(kernels, part, index, images, head, labels):
     """The gradients of the images' losses by one entry of a kernel, by central differences."""
     losses = []
     for sign in (1, -1):
         moved = {name: kernel.copy() for name, kernel in toy.float64(kernels).items()}
-        moved[part][place] += sign * 1e-5
+        moved[part][index] += sign * 1e-5
         features = toy.reference_features(images, moved)
         losses.append(toy.reference_cross_entropy(features, head, labels, 3))
     return (losses[0] - losses[1]) / 2e-5
@@ -71,12 +67,14 @@ def test_fisher_information_by_finite_differences(run, backbone, fisher):
         for part in toy.PARTS
     }
     kernels = run.learner.encoder(backbone, step.after, 2)
-    for part, place in largest(importance):
+    for part, index in largest(importance):
         total = 0.0
         for batch in step.images.augmented():
             images, labels = toy.shown([batch])
-            gradients = gradient_of_each(kernels, part, place, images, step.trained["head"], labels)
+            gradients = gradients_of_images(
+                kernels, part, index, images, step.trained["head"], labels
+            )
             squares = gradients**2 if fisher == "per_sample" else np.mean(gradients) ** 2
             total += np.sum(squares * np.ones(len(images)))
         assert total > 0
-        np.testing.assert_allclose(importance[part][place], total / 11, rtol=2e-3)
+        np.testing.assert_allclose(importance[part][index], total / 11, rtol=2e-3)

@@ -52,11 +52,11 @@ def test_draws_have_the_moments_of_their_gaussian():
             mean = scales[task] * np.asarray(gaussians.means[task, label])
             np.testing.assert_allclose(features.mean(0), mean, atol=0.08)
             covariance = factor @ factor.T
-            found = np.cov(features, rowvar=False)
-            np.testing.assert_allclose(found, covariance, atol=0.06 * np.abs(covariance).max())
+            actual = np.cov(features, rowvar=False)
+            np.testing.assert_allclose(actual, covariance, atol=0.06 * np.abs(covariance).max())
 
 
-def test_cross_entropy_of_logits_that_are_zero():
+def test_cross_entropy_of_zero_logits_has_a_slope():
     """The norm has no derivative there; the loss of a head of zeros still has a finite one."""
     seen, labels = np.ones((2, 2), bool), np.array([0, 1, 2])
     logits = jnp.zeros((3, 2, 2)).at[1:, 1].set(jnp.array([0.5, -1.0]))
@@ -88,16 +88,16 @@ def zero_heads():
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(4, 4), (64, 1)])
-def test_an_epoch_meets_every_drawn_feature_once(monkeypatch, batch_size, steps):
+def test_an_epoch_sees_every_drawn_feature_once(monkeypatch, batch_size, steps):
     gaussians = random_gaussians()
     gaussians = gaussians._replace(factors=1e-6 * gaussians.factors)
     retrain = counting(monkeypatch, 5, batch_size, [1, 1])
-    found = retrain(zero_heads(), gaussians, SEEN, jax.random.key(0))
-    assert found["steps"][0] == 2 * steps
-    np.testing.assert_array_equal(found["count"], 2 * 5 * SEEN)
+    actual = retrain(zero_heads(), gaussians, SEEN, jax.random.key(0))
+    assert actual["steps"][0] == 2 * steps
+    np.testing.assert_array_equal(actual["count"], 2 * 5 * SEEN)
     scales = np.array([0.95, 1.0, 1.0])  # The older of two tasks, and the newest.
     expected = 10 * SEEN[:, :, None] * scales[:, None, None] * np.asarray(gaussians.means)
-    np.testing.assert_allclose(found["sum"], expected, atol=1e-4)
+    np.testing.assert_allclose(actual["sum"], expected, atol=1e-4)
 
 
 def test_alignment_is_one_program_without_waits(monkeypatch):
@@ -115,7 +115,7 @@ def test_alignment_is_one_program_without_waits(monkeypatch):
     assert sum("jit_train" in program for program in programs) == 1
 
 
-def test_every_epoch_draws_anew_at_its_own_rate(monkeypatch):
+def test_every_epoch_has_its_own_draws_and_rate(monkeypatch):
     gaussians = random_gaussians()
 
     def sums(rates, seed=3):
@@ -136,6 +136,6 @@ def test_batches_are_shuffled(monkeypatch):
 
     once = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), first_only)
     retrain = counting(monkeypatch, 40, 40, [1], once)
-    found = retrain(zero_heads(), random_gaussians(), SEEN, jax.random.key(0))
-    assert np.asarray(found["count"])[SEEN].min() >= 5
-    assert np.asarray(found["count"]).sum() == 40
+    actual = retrain(zero_heads(), random_gaussians(), SEEN, jax.random.key(0))
+    assert np.asarray(actual["count"])[SEEN].min() >= 5
+    assert np.asarray(actual["count"]).sum() == 40

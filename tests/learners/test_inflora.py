@@ -89,13 +89,13 @@ def dual_gpm(moments, thresholds):
             basis = np.concatenate([basis, left[:, :extra]], axis=1)
         else:
             left, values, _ = np.linalg.svd(projector(basis) @ moment)
-            free, taken = np.sum(values**2) / total, 0
+            free, removed = np.sum(values**2) / total, 0
             while free >= 1 - wanted:
-                free -= values[taken] ** 2 / total
-                taken += 1
-            if taken:
-                rest = basis - projector(left[:, :taken]) @ basis
-                basis = np.linalg.svd(rest)[0][:, : basis.shape[1] - taken]
+                free -= values[removed] ** 2 / total
+                removed += 1
+            if removed:
+                rest = basis - projector(left[:, :removed]) @ basis
+                basis = np.linalg.svd(rest)[0][:, : basis.shape[1] - removed]
         if occupied and basis.shape[1] > width / 2:
             basis = np.linalg.svd(basis)[0][:, basis.shape[1] :]
             occupied = False
@@ -103,7 +103,7 @@ def dual_gpm(moments, thresholds):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_growing_alone_equals_the_rule_that_swaps_to_the_complement(seed):
+def test_growing_equals_the_rule_with_a_complement(seed):
     moments = [random_moment(10 * seed + task, width=24, decay=0.75) for task in range(8)]
     thresholds = np.linspace(0.7, 0.97, 8)
     memory = inflora.first_memory(moments[0], thresholds[0])
@@ -124,7 +124,7 @@ def moments_by(run, backbone, state, num_tasks, images):
     return toy.float64(attention_input_moments(run.setup, backbone, kernels, images.augmented())[0])
 
 
-def test_A_is_designed_for_the_tasks_inputs_before_training_and_stays(backbone):
+def test_A_is_designed_before_training_and_stays(backbone):
     run = toy.trajectory("inflora")
     for task, step in enumerate(run.steps):
         A = toy.float64(step.designed.increments["key"]["A"])[task]

@@ -12,11 +12,11 @@ from tests.learners import toy
 def test_steps_are_those_of_inflora(backbone):
     """From the same state, key and images both design, start and train alike."""
     runs = [toy.trajectory(name) for name in ("inflora_ca", "inflora")]
-    first, theirs = (run.steps[0] for run in runs)
-    toy.assert_equal(first.designed[:4], tuple(theirs.designed))
-    ours = {name: leaf for name, leaf in first.frozen.items() if name != "alignment"}
-    toy.assert_equal((ours, first.started), (theirs.frozen, theirs.started))
-    given, batch = (backbone, theirs.frozen, theirs.started), toy.make_batch()
+    aligned, plain = (run.steps[0] for run in runs)
+    toy.assert_equal(aligned.designed[:4], tuple(plain.designed))
+    frozen = {name: leaf for name, leaf in aligned.frozen.items() if name != "alignment"}
+    toy.assert_equal((frozen, aligned.started), (plain.frozen, plain.started))
+    given, batch = (backbone, plain.frozen, plain.started), toy.make_batch()
     toy.assert_equal(*(toy.value_and_gradients(run.update, *given, batch) for run in runs))
 
 
@@ -32,7 +32,9 @@ def reference_alignment(heads, means, tasks, scales, temperature, rates, native)
         u = z
         if temperature:
             members = [tasks == task for task in np.unique(tasks)]
-            norms = np.stack([np.linalg.norm(z[:, own], axis=1) + 1e-7 for own in members], 1)
+            norms = np.stack(
+                [np.linalg.norm(z[:, columns], axis=1) + 1e-7 for columns in members], 1
+            )
             mean_norm = norms.mean(1)
             u = z / mean_norm[:, None] / temperature
         p = np.exp(u - u.max(1, keepdims=True))
@@ -41,7 +43,11 @@ def reference_alignment(heads, means, tasks, scales, temperature, rates, native)
         if temperature:
             inner = np.sum(d * z, axis=1) / mean_norm**2
             slope = np.concatenate(
-                [z[:, own] / np.linalg.norm(z[:, own], axis=1)[:, None] for own in members], 1
+                [
+                    z[:, columns] / np.linalg.norm(z[:, columns], axis=1)[:, None]
+                    for columns in members
+                ],
+                1,
             ) / len(members)
             d = (d / mean_norm[:, None] - inner[:, None] * slope) / temperature
         return [d.T @ means, d.sum(0)]
@@ -50,7 +56,7 @@ def reference_alignment(heads, means, tasks, scales, temperature, rates, native)
     optimizer = toy.Optimizer(*(("sgd", 5e-4) if native else ("adam", 0.0)))
     for rate in rates:
         directions = optimizer(gradients(*leaves), leaves)
-        leaves = [leaf - rate * each for leaf, each in zip(leaves, directions, strict=True)]
+        leaves = [leaf - rate * d for leaf, d in zip(leaves, directions, strict=True)]
     return leaves
 
 
@@ -61,7 +67,7 @@ def reference_alignment(heads, means, tasks, scales, temperature, rates, native)
         ("native", [1.0e-2, 9.05e-3, 6.55e-3, 3.45e-3, 9.5e-4], 0.0),
     ],
 )
-def test_alignment_against_its_formula(one_batch, preset, rates, temperature):
+def test_alignment_in_float64(one_batch, preset, rates, temperature):
     """Classes without spread make every draw a scaled mean; one batch an epoch has no order."""
     learner = toy.make_learner(
         "inflora_ca",
@@ -93,7 +99,7 @@ def test_alignment_against_its_formula(one_batch, preset, rates, temperature):
         toy.assert_equal(aligned.weight[0, 2], heads.weight[0, 2])
 
 
-def test_an_alignment_that_diverges_says_so(monkeypatch):
+def test_diverged_alignment_is_an_error(monkeypatch):
     monkeypatch.setattr(inflora_ca, "LEARNING_RATE", 1e38)
     learner = toy.make_learner("inflora_ca")
     gaussians = toy.random_like(gaussian_alignment.empty(3, 3, toy.TINY.width), 0)

@@ -41,7 +41,7 @@ def run():
 
 
 @pytest.mark.parametrize("task", [0, 1])
-def test_designed_directions(run, backbone, task):
+def test_directions_are_eigenvectors_of_moments(run, backbone, task):
     step = run.steps[task]
     old = toy.float64(step.before.moments)
     new = moments_under(run, backbone, run.learner.encoder(backbone, step.before, task), step)
@@ -58,8 +58,8 @@ def test_designed_directions(run, backbone, task):
         np.testing.assert_allclose(general.T @ general, np.eye(toy.RANK) / 3, atol=1e-5)
         both = new[block] + old[block]
         energies = np.linalg.eigvalsh(both)[::-1][: toy.RANK] / 3
-        found = general.T @ both @ general
-        np.testing.assert_allclose(found, np.diag(energies), atol=1e-5 * energies[0])
+        actual = general.T @ both @ general
+        np.testing.assert_allclose(actual, np.diag(energies), atol=1e-5 * energies[0])
         if task == 0:
             np.testing.assert_array_equal(isolated, 0)
         else:
@@ -72,17 +72,17 @@ def test_designed_directions(run, backbone, task):
 
 def merged(kernels, step, shrinking=None):
     """W + 0.25 sum s_i a_i b_i + 0.5 A B, written for x W."""
-    found, leaves = toy.float64(kernels), toy.float64(step.trained["increment"])
+    result, leaves = toy.float64(kernels), toy.float64(step.trained["increment"])
     fixed = toy.float64(step.frozen["isolated"])
     for part in toy.PARTS:
         A, B = (leaves["general"][part][name] for name in ("A", "B"))
         factors = np.ones((toy.TINY.depth, toy.RANK)) if shrinking is None else shrinking[part]
-        found[part] = found[part] + 0.5 * fixed @ leaves["isolated"][part]
-        found[part] = found[part] + 0.25 * np.einsum("li,ldi,lie->lde", factors, A, B)
-    return found
+        result[part] = result[part] + 0.5 * fixed @ leaves["isolated"][part]
+        result[part] = result[part] + 0.25 * np.einsum("li,ldi,lie->lde", factors, A, B)
+    return result
 
 
-def test_merged_kernels_and_moments(run, backbone):
+def test_merged_kernels_and_moments_in_float64(run, backbone):
     """In float64: energies under the unmerged encoder, and both passes added to the old sum."""
     for task, step in enumerate(run.steps):
         old = toy.float64(step.before.moments)
@@ -95,9 +95,9 @@ def test_merged_kernels_and_moments(run, backbone):
             gained = np.einsum("ldr,lde,ler->lr", A, before_merging, A)
             shrinking[part] = 3 * gained / (kept + 3 * gained)
         expected = merged(start, step, shrinking)
-        found = run.learner.encoder(backbone, step.after, task + 1)
+        actual = run.learner.encoder(backbone, step.after, task + 1)
         for part in toy.PARTS:
-            np.testing.assert_allclose(found[part], expected[part], atol=2e-6)
+            np.testing.assert_allclose(actual[part], expected[part], atol=2e-6)
         of_merged = moments_under(run, backbone, expected, step)
         both = old + before_merging + of_merged
         np.testing.assert_allclose(step.after.moments, both, rtol=1e-4, atol=1e-4)
@@ -105,7 +105,7 @@ def test_merged_kernels_and_moments(run, backbone):
             assert max(s.max() for s in shrinking.values()) < 0.9
 
 
-def test_what_training_moves(run):
+def test_training_moves_one_branch_per_task(run):
     """A of the general branch in the first task alone, B of the isolated one after it."""
     for task, step in enumerate(run.steps):
         change = jax.tree.map(lambda new, old: np.abs(new - old), step.trained, step.started)

@@ -35,8 +35,8 @@ def reference_loss(backbone, trained, batch, weights):
     for block in range(BLOCKS):
         x = x @ backbone[block] + x @ increment["A"][block] @ increment["B"][block]
     logits = x @ trained["head"][:-1].T
-    own = logits[np.arange(len(x)), batch.labels]
-    return np.average(np.log(np.exp(logits).sum(axis=1)) - own, weights=weights)
+    chosen = logits[np.arange(len(x)), batch.labels]
+    return np.average(np.log(np.exp(logits).sum(axis=1)) - chosen, weights=weights)
 
 
 def reference_slopes(backbone, trained, batch, weights):
@@ -44,13 +44,13 @@ def reference_slopes(backbone, trained, batch, weights):
     leaves, structure = jax.tree.flatten(trained)
     slopes = [np.zeros_like(leaf) for leaf in leaves]
     for leaf, slope in zip(leaves, slopes, strict=True):
-        for place in np.ndindex(leaf.shape):
-            values, kept = [], leaf[place]
+        for index in np.ndindex(leaf.shape):
+            values, kept = [], leaf[index]
             for move in (1e-5, -1e-5):
-                leaf[place] = kept + move
+                leaf[index] = kept + move
                 values.append(reference_loss(backbone, trained, batch, weights))
-            leaf[place] = kept
-            slope[place] = (values[0] - values[1]) / 2e-5
+            leaf[index] = kept
+            slope[index] = (values[0] - values[1]) / 2e-5
     value = reference_loss(backbone, trained, batch, weights)
     return value, jax.tree.unflatten(structure, slopes)
 
@@ -124,8 +124,8 @@ def update():
     return LEARNER.half_steps(RATES, optax.scale_by_adam())
 
 
-def assert_close(found, expected, **tolerance):
-    jax.tree.map(partial(np.testing.assert_allclose, **tolerance), found, expected)
+def assert_close(actual, expected, **tolerance):
+    jax.tree.map(partial(np.testing.assert_allclose, **tolerance), actual, expected)
 
 
 BATCHES = (
@@ -136,13 +136,14 @@ BATCHES = (
 
 
 @pytest.mark.parametrize(("optimizer", "A_trains"), [("adam", 1.0), ("momentum", 0.0)])
-def test_three_batches_in_float64(update, optimizer, A_trains):
+def test_half_steps_of_three_batches_in_float64(update, optimizer, A_trains):
     """Also that decay sees the weights ahead, and that leaves which stay are not moved by it."""
-    theirs = toy.Optimizer()
+    reference = toy.Optimizer()
     if optimizer == "momentum":
         decay = 0.3
         sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(0.9))
-        update, theirs = LEARNER.half_steps(RATES, sgd), toy.Optimizer("sgd", decay)
+        update = LEARNER.half_steps(RATES, sgd)
+        reference = toy.Optimizer("sgd", decay)
     backbone, frozen, trained = make_task(A_trains=A_trains)
     kernels, expected = toy.float64(backbone), toy.float64(trained)
     before = toy.float64(trained)
@@ -156,9 +157,11 @@ def test_three_batches_in_float64(update, optimizer, A_trains):
         def slopes(leaves, weights, batch=batch):
             return reference_slopes(kernels, jax.tree.map(np.copy, leaves), batch, weights)
 
-        expected, value = reference_batch(slopes, theirs, expected, groups, length, rates, trains)
-        trained, progress, found = update.step(backbone, frozen, trained, progress, batch, 0.5)
-        np.testing.assert_allclose(found, value, rtol=1e-4)
+        expected, value = reference_batch(
+            slopes, reference, expected, groups, length, rates, trains
+        )
+        trained, progress, actual = update.step(backbone, frozen, trained, progress, batch, 0.5)
+        np.testing.assert_allclose(actual, value, rtol=1e-4)
         assert_close(trained, expected, atol=2e-5)
     assert progress.steps == 3
     moved = np.abs(np.asarray(trained["increment"]["A"]) - before["increment"]["A"]).max()
@@ -168,13 +171,16 @@ def test_three_batches_in_float64(update, optimizer, A_trains):
 def test_a_batch_of_one_class_makes_a_plain_step(update):
     backbone, frozen, trained = make_task()
     batch = make_batch(4, [2] * 7 + [3, 0, 5], padding=3)
-    found = []
-    for one in (LEARNER.gradient_update(RATES, optax.scale_by_adam()), update):
+    plain = LEARNER.gradient_update(RATES, optax.scale_by_adam())
+
+    def step(update):
         leaves = toy.copy(trained)
-        found.append(one.step(backbone, frozen, leaves, one.initialise(leaves), batch, 1.0))
-    (expected, optimizer, value), (ours, progress, our_value) = found
-    assert_close((ours, progress.optimizer), (expected, optimizer), atol=1e-6)
-    np.testing.assert_allclose(our_value, value, rtol=1e-6)
+        return update.step(backbone, frozen, leaves, update.initialise(leaves), batch, 1.0)
+
+    expected, optimizer, expected_value = step(plain)
+    actual, progress, value = step(update)
+    assert_close((actual, progress.optimizer), (expected, optimizer), atol=1e-6)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
     assert progress.steps == 1
 
 
@@ -183,34 +189,8 @@ def test_first_group_is_a_random_half(present):
     marked = jnp.zeros(CLASSES, bool).at[jnp.asarray(present)].set(True)
     size = max(1, len(present) // 2)
     draws = jax.vmap(loda.first_group, (0, None))(jax.random.split(jax.random.key(0), 600), marked)
-    found = [tuple(np.flatnonzero(draw)) for draw in np.asarray(draws)]
-    halves = list(combinations(present, size))
-    assert set(found) == set(halves)
-    shares = np.array([found.count(half) for half in halves]) / len(found)
-    np.testing.assert_allclose(shares, 1 / len(halves), atol=0.06)
-
-
-def test_of_group_sees_every_row_with_weight():
-    """Whatever the size of the group, and few rows beside it."""
-    batch = make_batch(0, np.arange(16) % CLASSES)
-
-    def function(factor, part):
-        rows = jnp.zeros(()) + len(part.labels)
-        return (
-            factor * jnp.sum(part.weights * part.labels.astype(jnp.float32)),
-            part.weights.sum(),
-            rows,
-        )
-
-    compiled = jax.jit(partial(loda.of_group, function, single_device=True))
-    rng = np.random.default_rng(0)
-    for size in (1, 8, 9, 11, 16):
-        chosen = rng.permutation(16)[:size]
-        weights = np.zeros(16, np.float32)
-        weights[chosen] = 1.0
-        value, count, rows = compiled(2.0, batch._replace(weights=weights))
-        assert value == 2.0 * batch.labels[chosen].sum()
-        assert count == size
-        assert rows == next(each for each in (8, 10, 12, 16) if each >= size)
-    # On several devices it is the whole batch.
-    assert loda.of_group(lambda _, part: len(part.labels), None, batch, single_device=False) == 16
+    groups = [tuple(np.flatnonzero(draw)) for draw in np.asarray(draws)]
+    expected = list(combinations(present, size))
+    assert set(groups) == set(expected)
+    shares = np.array([groups.count(group) for group in expected]) / len(groups)
+    np.testing.assert_allclose(shares, 1 / len(expected), atol=0.06)

@@ -20,7 +20,7 @@ def random_moment(seed=0, width=12):
 
 
 @pytest.mark.parametrize("energy", [0.3, 0.9, 1.0])
-def test_drift_resistant_space(monkeypatch, energy):
+def test_drift_resistant_space_holds_the_energy(monkeypatch, energy):
     monkeypatch.setattr(lora_subtraction, "ENERGY", energy)
     moment = random_moment()
     values, vectors = np.linalg.eigh(moment)
@@ -84,7 +84,7 @@ def test_triplet_loss_has_finite_slopes():
     assert np.all(np.isfinite(alone))
 
 
-def test_start_of_b(backbone):
+def test_b_starts_with_one_entry_per_rank(backbone):
     """One entry per rank, of deviation 0.01, in a place that is drawn."""
     learner = toy.make_learner("lora_subtraction", train__rank=8)
     state = learner.initial_state()
@@ -114,8 +114,8 @@ def test_spaces_come_from_the_subtracted_encoder(backbone, task):
         np.testing.assert_array_equal(step.frozen["projector"], identity)
         return
     of_subtracted, of_pretrained = (
-        attention_input_moments(run.setup, backbone, each, step.images.augmented())[0]
-        for each in (subtracted, vit.pretrained_kernels(backbone))
+        attention_input_moments(run.setup, backbone, encoder, step.images.augmented())[0]
+        for encoder in (subtracted, vit.pretrained_kernels(backbone))
     )
     # The first block has no kernel before it.
     np.testing.assert_allclose(of_subtracted[0], of_pretrained[0], atol=1e-5)
@@ -157,7 +157,7 @@ def test_training_is_projected_adam(backbone, task):
     outside = np.eye(toy.TINY.width) - projector * (1.0 if task == 0 else np.sqrt(sizes))
 
     def total(path, rate):
-        return reference_adam([path(each) for each in history], rate, factors)
+        return reference_adam([path(gradients) for gradients in history], rate, factors)
 
     for part in toy.PARTS:
         for name in ("A", "B"):
@@ -182,9 +182,8 @@ def test_loss_in_float64(backbone):
     step = run.steps[1]
     trained, batch = toy.random_like(step.trained, 3), toy.make_batch(2, 6, 2, padding=2)
     kernels = run.learner.encoder(backbone, step.before, 1)
-    changes = toy.products(trained["increment"])
-    kernels = {part: toy.float64(kernels[part]) + changes[part] for part in toy.PARTS}
-    features, labels = toy.reference_features(batch.images[:4], kernels), batch.labels[:4]
+    labels = batch.labels[:4]
+    features = toy.features_with(kernels, trained["increment"], batch.images[:4])
     losses = toy.reference_cross_entropy(features, trained["head"], labels, 3)
     # Means of the task itself, of tasks to come, and rows beyond a task's classes would be nearer
     # than any other negative, but do not count. Lengths of means do not count either.
@@ -202,7 +201,7 @@ def test_loss_in_float64(backbone):
     np.testing.assert_allclose(value, losses.mean() + 0.7 * hinges, rtol=1e-4)
 
 
-def test_means_and_heads(backbone):
+def test_heads_are_the_class_means(backbone):
     """Means over plain images by the encoder of the task; they are the head."""
     run = toy.trajectory("lora_subtraction")
     step = run.steps[1]
@@ -211,9 +210,9 @@ def test_means_and_heads(backbone):
     features = toy.reference_features(images, kernels)
     means = np.stack([features[labels == label].mean(0) for label in range(3)])
     np.testing.assert_allclose(step.after.means[1], means, atol=1e-4)
-    (_, found) = run.learner.heads(step.after, 2)
-    assert type(found) is heads.NearestMeanHead
-    toy.assert_equal(found[0], step.after.means[1])
+    _, head = run.learner.heads(step.after, 2)
+    assert type(head) is heads.NearestMeanHead
+    toy.assert_equal(head.means, step.after.means[1])
 
 
 def test_the_native_wave_spans_a_later_tasks_epochs():

@@ -25,8 +25,8 @@ def test_the_learner_of_the_page_runs_and_resumes(tmp_path, cache, monkeypatch):
     small_runs.stopped(config, tmp_path / "stopped", 22)
     assert small_runs.events(tmp_path / "stopped", "training")[-1]["task"] == 1
     small_runs.run(config, tmp_path / "stopped")
-    small_runs.run(config, tmp_path / "whole")
-    small_runs.same_outcome(tmp_path / "stopped", tmp_path / "whole")
+    small_runs.run(config, tmp_path / "finished")
+    small_runs.same_outcome(tmp_path / "stopped", tmp_path / "finished")
     free = digits.get_config("lwf")
     fields = {"cache_dir": str(cache), "learner.lwf.strength": 0.0}
     free.update_from_flattened_dict(small_runs.FIELDS | fields)
@@ -34,7 +34,7 @@ def test_the_learner_of_the_page_runs_and_resumes(tmp_path, cache, monkeypatch):
     for task, equal in ((0, True), (1, False)):  # The first task has no earlier head.
         features = [
             np.load(tmp_path / name / "features" / f"train_adapted_{task}.npy")
-            for name in ("whole", "free")
+            for name in ("finished", "free")
         ]
         assert np.array_equal(*features) == equal
 

@@ -53,7 +53,7 @@ def reference_loss(state, trained, batch, task, warm_up):
 
 
 @pytest.mark.parametrize("task", [0, 1])
-def test_loss_and_gradients_against_the_formulas(run, backbone, monkeypatch, task, warm_up=0.4):
+def test_loss_and_gradients_in_float64(run, backbone, monkeypatch, task, warm_up=0.4):
     """The slope along a random direction of each part is that of the formula in float64.
 
     In the second task the encoder takes two images at a time.
@@ -77,12 +77,12 @@ def test_loss_and_gradients_against_the_formulas(run, backbone, monkeypatch, tas
     for seed, part in enumerate(PARTS):
         direction = jax.tree.map(np.zeros_like, trained)
         direction[part] = toy.float64(toy.random_like(trained[part], seed))
-        found = toy.slope(expected, trained, direction)
-        np.testing.assert_allclose(toy.inner(gradients, direction), found, rtol=1e-3, atol=1e-5)
-        assert (abs(found) > 1e-3) == (part != "projector" or task > 0)
+        actual = toy.slope(expected, trained, direction)
+        np.testing.assert_allclose(toy.inner(gradients, direction), actual, rtol=1e-3, atol=1e-5)
+        assert (abs(actual) > 1e-3) == (part != "projector" or task > 0)
 
 
-def test_what_a_task_starts_from(run):
+def test_adapter_and_projector_continue_between_tasks(run):
     """A new adapter adds nothing; it and the projector go on from task to task."""
     first, second, third = run.steps
     adapter, bound = first.started["adapter"], toy.TINY.width**-0.5
@@ -122,7 +122,7 @@ def test_dropout_follows_from_task_and_step(monkeypatch, backbone):
     assert len(set(values[2:])) == 4
 
 
-def test_the_loss_asks_for_its_dropout(run, backbone):
+def test_dropout_is_in_the_trained_encoder_alone(run, backbone):
     """In the encoder that is trained, and not in the one before the task."""
     spy, key, step = toy.ModelSpy(run.setup.model), jax.random.key(0), run.steps[1]
     spied = dataclasses.replace(run.setup, model=spy)
@@ -134,7 +134,7 @@ def test_the_loss_asks_for_its_dropout(run, backbone):
     assert spy.asked == [(None, key, 0.1), (None, None, 0.0)]
 
 
-def test_warm_up():
+def test_warm_up_raises_the_steering_weight():
     schedule = toy.make_learner("rsiat", learner__rsiat__warm_up_epochs=4).update().schedule
     factors = [schedule(epoch, 8) for epoch in range(8)]
     assert factors == [(1.0, each) for each in (0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0)]
@@ -170,7 +170,7 @@ def test_a_projector_without_rate_stays(backbone):
     assert np.abs(trained["head"] - step.started["head"]).max() > 1e-3
 
 
-def test_earlier_means_drift(run):
+def test_earlier_means_follow_the_drift(run):
     for task, step in enumerate(run.steps):
         images, _ = toy.shown(step.images.plain())
         new, old = (
@@ -186,7 +186,7 @@ def test_earlier_means_drift(run):
             np.testing.assert_array_equal(after.means[past, classes:], 0)
 
 
-def test_a_mean_far_from_all_images_moves_by_their_mean_drift():
+def test_a_distant_mean_moves_by_the_mean_drift():
     """Weights of 4e-5 and less are near their floor of 1e-5."""
     rng = np.random.default_rng(0)
     before = rng.normal(size=(6, 3))
@@ -196,7 +196,7 @@ def test_a_mean_far_from_all_images_moves_by_their_mean_drift():
 
 
 @pytest.mark.parametrize(("preset", "factor"), [("protocol", 1.0), ("native", 0.5)])
-def test_what_is_calibrated(monkeypatch, run, backbone, preset, factor):
+def test_all_heads_are_calibrated_on_moved_means(monkeypatch, run, backbone, preset, factor):
     """All heads so far on all Gaussians, whose means have moved before.
 
     Native decay shrinks heads of earlier tasks, by a factor that trains along.
@@ -211,11 +211,11 @@ def test_what_is_calibrated(monkeypatch, run, backbone, preset, factor):
     learner = toy.make_learner("rsiat", learner__preset=preset)
     step = run.steps[1]
     trained = step.trained | ({} if factor == 1.0 else {"earlier_heads": jnp.asarray(factor)})
-    found = learner.after_task(backbone, step.before, 1, step.frozen, trained, step.images)
+    actual = learner.after_task(backbone, step.before, 1, step.frozen, trained, step.images)
     [(heads, gaussians, seen, key)] = calls
     np.testing.assert_array_equal(heads[0], factor * step.before.heads[0])
     np.testing.assert_array_equal(heads[1], step.trained["head"])
-    np.testing.assert_array_equal(found.heads, heads)
+    np.testing.assert_array_equal(actual.heads, heads)
     toy.assert_equal(gaussians, step.after.gaussians)
     np.testing.assert_array_equal(seen.sum(axis=1), [*toy.CLASSES[:2], 0])
     np.testing.assert_array_equal(jax.random.key_data(key), step.frozen["calibration"])
@@ -250,7 +250,7 @@ def reference_calibration(rows, of_classes, scale, rates, decay):
 
 
 @pytest.mark.parametrize("preset", ["protocol", "native"])
-def test_calibration_against_its_formula(one_batch, monkeypatch, preset):
+def test_calibration_in_float64(one_batch, monkeypatch, preset):
     """Classes without spread make every draw a mean; one batch an epoch has no order.
 
     With decay by the authors' rates for a data set, without it by the protocol's.
@@ -264,13 +264,13 @@ def test_calibration_against_its_formula(one_batch, monkeypatch, preset):
     gaussians = gaussians._replace(means=toy.random_like(gaussians.means, 0, 1.0))
     seen = learner.setup.classes_of_first(2)
     heads = np.where(seen[..., None], toy.random_like(gaussians.means, 1, 1.0), 0)
-    found = np.asarray(learner.calibrate(heads, gaussians, seen, jax.random.key(0)))
+    actual = np.asarray(learner.calibrate(heads, gaussians, seen, jax.random.key(0)))
     rates = 0.5 * np.array([1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])
     rows, of_classes = (toy.float64(array)[seen] for array in (heads, gaussians.means))
     expected = reference_calibration(rows, of_classes, 5.0, rates, decay)
     assert np.abs(expected - rows).max() > 0.1
-    np.testing.assert_allclose(found[seen], expected, atol=1e-5)
-    np.testing.assert_array_equal(found[~seen], 0)
+    np.testing.assert_allclose(actual[seen], expected, atol=1e-5)
+    np.testing.assert_array_equal(actual[~seen], 0)
 
 
 def test_gradients_of_the_adapter_are_summed_in_float32():
@@ -284,7 +284,7 @@ def test_gradients_of_the_adapter_are_summed_in_float32():
         assert out.dtype == jnp.bfloat16
         return jnp.sum(out.astype(jnp.float32) * slopes.astype(jnp.float32))
 
-    found = jax.grad(total, argnums=(0, 1))(weight, bias)
+    actual = jax.grad(total, argnums=(0, 1))(weight, bias)
     rows, gradients = (np.asarray(a, np.float64).reshape(120, -1) for a in (x, slopes))
-    np.testing.assert_allclose(found[0], rows.T @ gradients, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found[1], gradients.sum(axis=0), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(actual[0], rows.T @ gradients, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(actual[1], gradients.sum(axis=0), rtol=1e-4, atol=1e-4)

@@ -54,15 +54,11 @@ def test_loss_and_gradients_in_float64(backbone):
 
     value, gradients = toy.value_and_gradients(run.update, backbone, frozen, trained, batch)
     np.testing.assert_allclose(value, expected(toy.float64(trained)), rtol=1e-4)
-    for seed, part in enumerate(trained):
-        direction = jax.tree.map(np.zeros_like, toy.float64(trained))
-        direction[part] = toy.float64(toy.random_like(trained[part], seed))
-        found = toy.slope(expected, toy.float64(trained), direction)
-        assert abs(found) > 1e-4
-        np.testing.assert_allclose(toy.inner(gradients, direction), found, rtol=2e-3)
+    slopes = toy.assert_slopes(expected, trained, gradients)
+    assert min(map(abs, slopes.values())) > 1e-4
 
 
-def test_kept_magnitudes_go_on_from_the_last_task(backbone):
+def test_kept_magnitudes_continue_from_the_last_task(backbone):
     learner = toy.make_learner("sd_lora", learner__sd_lora__keep_magnitudes=True)
     state = random_state(learner, 2)
     for task in range(3):
@@ -72,7 +68,7 @@ def test_kept_magnitudes_go_on_from_the_last_task(backbone):
         np.testing.assert_array_equal(trained["magnitudes"], expected)
 
 
-def test_a_direction_of_zeros_is_no_quotient_of_zeros():
+def test_zero_directions_give_zero():
     directions = sd_lora._directions(toy.make_learner("sd_lora").initial_state().increments, 2)
     for part in toy.PARTS:
         for name, axis in (("A", -1), ("B", -2)):

@@ -27,7 +27,7 @@ def moments_and_count(backbone, kernels):
     return attention_input_moments(SETUP, backbone, kernels, BATCHES)
 
 
-def test_every_block_by_hand(backbone, kernels, moments_and_count):
+def test_moments_of_every_block_in_float64(backbone, kernels, moments_and_count):
     """Against the tokens of a float64 forward pass through kernels that no block was born with."""
     moments, count = moments_and_count
     pretrained = vit.pretrained_kernels(backbone)
@@ -46,9 +46,7 @@ def test_every_block_by_hand(backbone, kernels, moments_and_count):
     np.testing.assert_allclose(moments, jnp.swapaxes(moments, 1, 2), atol=1e-6)
 
 
-def test_the_fast_mode_and_its_attention_change_nothing(
-    backbone, kernels, moments_and_count, monkeypatch
-):
+def test_moments_ignore_precision_and_attention(backbone, kernels, moments_and_count, monkeypatch):
     """The fused attention would refuse float32."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", None)
     model = SETUP.model.clone(precision="fast", attention="cudnn")

@@ -18,6 +18,6 @@ FAST = ("rsiat",)
     ids=["rsiat", "others"],
 )
 def test_four_devices_leave_what_one_leaves(names, cache):
-    words = ("-m", "tests.learners.several_devices", *names)
-    said = small_runs.python(*words, env=small_runs.with_devices(4))
-    assert said == "four devices agree with one\n"
+    command = ("-m", "tests.learners.several_devices", *names)
+    output = small_runs.python(*command, env=small_runs.with_devices(4))
+    assert output == "four devices agree with one\n"

@@ -40,16 +40,14 @@ def test_gradients_of_all_parameters_in_float64(backbone):
         one = jax.tree.unflatten(structure, one)
         slope = toy.slope(lambda tree: reference_loss(tree, batch, 2), start, one)
         along.append((toy.inner(gradients, one), slope))
-    found, expected = np.array(along).T
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+    actual, expected = np.array(along).T
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-5)
     # Of the keys' biases alone there is none.
     assert np.sum(np.abs(expected) < 1e-5) == toy.TINY.depth
 
 
 @pytest.mark.parametrize("temperature", [0.4, 0.0])
-def test_alignment_starts_from_heads_as_their_tasks_left_them(
-    backbone, one_batch, monkeypatch, temperature
-):
+def test_alignment_starts_from_the_trained_heads(backbone, one_batch, monkeypatch, temperature):
     """Classes of one image have no spread, so that every draw is a scaled mean."""
     monkeypatch.setattr(slca, "RIDGE", 0.0)
     learner = toy.make_learner("slca", learner__slca__logit_temperature=temperature)
@@ -85,20 +83,20 @@ def test_without_an_alignment_heads_stay(backbone):
     run = toy.trajectory("slca")
     step = run.steps[1]
     given = (backbone, step.designed, 1, step.frozen, step.trained, step.images)
-    found, aligned = learner.after_task(*given), step.after
-    toy.assert_equal(found.aligned, found.heads)
-    toy.assert_equal(found.heads, aligned.heads)
+    actual, aligned = learner.after_task(*given), step.after
+    toy.assert_equal(actual.aligned, actual.heads)
+    toy.assert_equal(actual.heads, aligned.heads)
     assert np.abs(aligned.aligned.weight - aligned.heads.weight)[:2].max() > 1e-3
 
 
-def test_timm_gets_the_encoder_s_own_parameters(backbone):
+def test_timm_layout_has_the_trained_parameters(backbone):
     """The same arrays as those of a pretrained encoder that has them."""
     other = toy.random_params(5)
     pretrained = vit.pretrained_kernels(other)
     expected, config = layouts.as_timm(other, toy.TINY, pretrained, toy.SIDE)
     replaced = vit.AllParameters(parameters=other)
-    found, same = layouts.as_timm(backbone, toy.TINY, replaced, toy.SIDE)
-    toy.assert_equal(found, expected)
+    actual, same = layouts.as_timm(backbone, toy.TINY, replaced, toy.SIDE)
+    toy.assert_equal(actual, expected)
     assert same == config
 
 
@@ -112,7 +110,7 @@ def test_native_rates_fall_where_the_authors_do(benchmark, epochs, first):
     assert factors == [1.0] * first + [0.1] * (epochs - first)
 
 
-def test_a_head_is_as_the_authors_start_it(backbone):
+def test_heads_start_as_the_authors(backbone):
     learner = toy.make_learner("slca", (200,))
     _, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
     assert np.std(trained["head"].weight) == pytest.approx(0.02, rel=0.05)

@@ -58,7 +58,7 @@ def test_A_lies_in_the_minor_subspace_and_shrinks_with_tasks(backbone, task):
     assert np.abs(toy.float64(frozen["A"]["key"]) - toy.float64(frozen["A"]["value"])).max() > 1e-2
 
 
-def test_draw_is_spread_over_the_whole_minor_subspace():
+def test_draws_fill_the_minor_subspace():
     state = state_with_directions(toy.make_learner("splitlora"))
     reference = jnp.ones((toy.TINY.depth, toy.TINY.width, 4000))
     A = toy.float64(splitlora.within_minor(jax.random.key(0), state, reference, 1))
@@ -69,18 +69,18 @@ def test_draw_is_spread_over_the_whole_minor_subspace():
         np.testing.assert_allclose(variances[major:], expected, rtol=0.15)
 
 
-def test_too_few_minor_directions(backbone):
+def test_too_few_minor_directions_are_an_error(backbone):
     learner = toy.make_learner("splitlora")
     state = state_with_directions(learner, major=(2, 23))
     assert learner.before_task(backbone, state, 0, None) is state
-    message = r"splitlora.alpha: expected at least 2 .*found 1 of 24 in block 1 after 3"
+    message = r"splitlora.alpha: expected at least 2 .*actual 1 of 24 in block 1 after 3"
     with pytest.raises(InputError, match=message):
         learner.before_task(backbone, state, 3, None)
     ample = state_with_directions(learner)
     assert learner.before_task(backbone, ample, 3, None) is ample
 
 
-def test_moments_stream_over_all_tasks(backbone):
+def test_moments_average_over_all_tokens(backbone):
     """Every task's inputs count by its tokens, each seen by the encoder of that task's end."""
     run, total, tokens = toy.trajectory("splitlora"), 0.0, 0
     for task, step in enumerate(run.steps):
@@ -118,5 +118,5 @@ def test_loss_divides_logits_by_the_temperature(backbone):
     value, _ = toy.value_and_gradients(run.update, backbone, step.frozen, trained, batch)
     np.testing.assert_allclose(value, expected(1.0), rtol=1e-4)
     learner = toy.make_learner("splitlora", learner__preset="native")
-    found = jax.jit(lambda leaves: learner.loss(backbone, step.frozen, leaves, batch))
-    np.testing.assert_allclose(found(trained), expected(30.0), rtol=1e-4)
+    actual = jax.jit(lambda leaves: learner.loss(backbone, step.frozen, leaves, batch))
+    np.testing.assert_allclose(actual(trained), expected(30.0), rtol=1e-4)

@@ -21,7 +21,7 @@ from fdc_jax.model import vit
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from tests.model import reference
-from tests.model.reference import (  # noqa: F401
+from tests.model.reference import (
     PARTS,
     SIDE,
     TINY,
@@ -116,9 +116,9 @@ def copy(tree):
     return jax.tree.map(jnp.array, tree)
 
 
-def assert_equal(found, expected):
+def assert_equal(actual, expected):
     """Compares two trees bit for bit."""
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 class Step(NamedTuple):
@@ -228,7 +228,12 @@ class ModelSpy:
 def encoded(monkeypatch):
     """Returns a list that fills with the number of images of every further call of the encoder."""
     sizes, encode = [], vit.encode
-    monkeypatch.setattr(vit, "encode", lambda *all: sizes.append(len(all[2])) or encode(*all))
+
+    def counting(*arguments):
+        sizes.append(len(arguments[2]))
+        return encode(*arguments)
+
+    monkeypatch.setattr(vit, "encode", counting)
     return sizes
 
 
@@ -275,11 +280,32 @@ def reference_cross_entropy(features, head, labels, classes):
 
 def slope(function, tree, direction, step=1e-5):
     """Returns the central difference of a function of a float64 tree along a direction."""
-    ends = [
-        function(jax.tree.map(lambda leaf, d, s=sign: leaf + s * step * d, tree, direction))
-        for sign in (1, -1)
-    ]
-    return (ends[0] - ends[1]) / (2 * step)
+
+    def moved(distance):
+        return jax.tree.map(lambda leaf, d: leaf + distance * d, tree, direction)
+
+    return (function(moved(step)) - function(moved(-step))) / (2 * step)
+
+
+def features_with(kernels, increment, images):
+    """Returns features in float64 NumPy under kernels and an increment."""
+    changes = products(increment)
+    merged = {part: float64(kernels[part]) + changes[part] for part in PARTS}
+    return reference_features(images, merged)
+
+
+def assert_slopes(loss, trained, gradients, rtol=2e-3):
+    """Asserts gradients along a random direction of each part; returns its slopes.
+
+    `loss` is a function of the float64 leaves.
+    """
+    start, slopes = float64(trained), {}
+    for seed, part in enumerate(trained):
+        direction = jax.tree.map(np.zeros_like, start)
+        direction[part] = float64(random_like(trained[part], seed))
+        slopes[part] = slope(loss, start, direction)
+        np.testing.assert_allclose(inner(gradients, direction), slopes[part], rtol, atol=1e-5)
+    return slopes
 
 
 def inner(gradients, direction):
