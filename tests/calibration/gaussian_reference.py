@@ -88,8 +88,8 @@ def class_scores(tasks, previous, adapted, pretrained=None):
     if pretrained is not None:
         features = [unit(task.pretrained) for task in tasks]
         factors = []
-        for rows, own in zip(features, labels, strict=True):
-            factors += factors_of(rows, own)
+        for rows, columns in zip(features, labels, strict=True):
+            factors += factors_of(rows, columns)
         by_view["pretrained"] = view_scores(features, labels, factors, 0.0, pretrained)
     return by_view, np.mean(stale)
 

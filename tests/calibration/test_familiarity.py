@@ -38,7 +38,7 @@ def test_left_out_images_equal_statistics_without_them(samples):
     assert (gains >= 0).all()
 
 
-def test_expectation_and_deviation_are_those_of_the_images():
+def test_expectation_and_deviation_match_the_images():
     rng = np.random.default_rng(2)
     labels, centres = np.repeat(np.arange(4), 3000), 2 * rng.normal(size=(4, 8))
     features = centres[labels] + np.geomspace(1, 0.3, 8) * rng.normal(size=(len(labels), 8))

@@ -315,7 +315,7 @@ def test_batches_of_every_size_agree():
         np.testing.assert_allclose(scores.task_scores, expected[:size], rtol=1e-5, atol=1e-5)
 
 
-def test_storage_bytes_are_those_of_the_paper():
+def test_storage_bytes_follow_the_paper():
     tasks = streams.stream(22, 3)
     dual = streams.fitted(tasks)
     classes = sum(len(task.bias) for task in tasks)

@@ -64,7 +64,7 @@ def test_directions_of_a_scatter_by_tiles_equal_float64(tile, monkeypatch):
 
 
 @pytest.mark.parametrize("copies", [1, 8, 11])
-def test_repeated_samples_span_what_one_copy_spans(copies):
+def test_repeated_samples_span_the_same_subspace(copies):
     few = np.random.default_rng(0).normal(size=(20, 200)).astype(np.float32)
     mean, basis = mean_and_basis(np.tile(few, (copies, 1)), 1.0)
     assert basis.shape == (19, 200)
