@@ -461,20 +461,21 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, expect):
 def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch):
     """A full portion, one partly of padding and one of nothing else."""
     run, sizes = toy.trajectory("ewc_lora"), []
-    step, mean = run.steps[1], training.mean_over_portions
+    frozen, mean = run.steps[1].frozen, training.mean_over_portions
+    batch = toy.make_batch(3, size=6, classes=3, padding=3)
+
+    def step(update):
+        # Factors of a fresh increment are zero on one side, which would hide what it adds.
+        trained = toy.random_like(run.steps[1].trained, 4, 0.05)
+        return update.step(backbone, frozen, trained, update.initialise(trained), batch, 1.0)
 
     def counting(*arguments):
         sizes.append(arguments[2])
         return mean(*arguments)
 
+    expected = step(run.update)
     monkeypatch.setattr(training, "mean_over_portions", counting)
     monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
-    batch = toy.make_batch(3, size=6, classes=3, padding=3)
-    results = []
-    for update in (run.update, run.learner.update()):
-        # Factors of a fresh increment are zero on one side, which would hide what it adds.
-        trained = toy.random_like(step.trained, 4, 0.05)
-        progress = update.initialise(trained)
-        results.append(update.step(backbone, step.frozen, trained, progress, batch, 1.0))
+    actual = step(run.learner.update())
     assert sizes == [2]
-    assert_near(results[1][1:], results[0][1:], 2e-4)
+    assert_near(actual[1:], expected[1:], 2e-4)
