@@ -28,7 +28,7 @@ LIMITS = {
     "package": 14_120,
     "paper": 5_560,
     "posthoc": 3_370,
-    "report": 22_750,
+    "report": 22_870,
     "run": 21_880,
 }
 

@@ -164,16 +164,11 @@ def _untrained(folder: Path) -> tuple[Any, dict[str, Int[np.ndarray, " n"]]]:
 
 def _diagnosed(folder: Path, settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns `diagnostics` of FDC by name; a single task has no similarity."""
-    features = _features(folder)
-    fdc = _fitted(features, settings)
+    features, fdc = _features(folder), FDC(**settings)
+    fdc.doubts = None  # The run has named a head like chance.
+    features.fit(fdc)
     possible = [name for name in names if name != "similarity" or len(features.tasks) > 1]
     return {name: getattr(diagnostics, name)(features, fdc) for name in possible}
-
-
-def _fitted(features: FeatureSet, settings: dict[str, Any]) -> FDC:
-    fdc = FDC(**settings)
-    fdc.doubts = None  # The run has named a head like chance.
-    return features.fit(fdc)
 
 
 def swept(
@@ -193,20 +188,19 @@ def swept(
         changes += [(parameter, value) for value in given or range(1, fewest + 1)]
     fdc = together.Sweep([{**settings, parameter: value} for parameter, value in changes])
     fdc.doubts = None  # The run has named a head like chance.
-    measured = features.fit(fdc).terms(features.test_adapted, features.test_pretrained)
-    labels: Any = features.test_labels
+    features.fit(fdc)
+    tested: Any = {"": (features.test_adapted, features.test_pretrained, features.test_labels)}
+    if (folder / "validation").is_dir():
+        held_out = ArrayFolder(folder / "validation").get
+        names = ("test_adapted", "test_pretrained", "test_labels")
+        tested["validation_"] = [held_out(name) for name in names]
     numbers = {}
-    for (parameter, value), terms in zip(changes, measured, strict=True):
-        accuracy = evaluation.accuracy(labels, terms.fuse().label)
-        numbers[f"{parameter}={value:g}"] = accuracy
-        if parameter == "neighbours":
-            nearest = terms.fuse(nearest=True).label
-            numbers[f"nearest={value:g}"] = evaluation.accuracy(labels, nearest)
-    held_out = folder / "validation"
-    if held_out.is_dir():
-        arrays = ArrayFolder(held_out)
-        measured = fdc.terms(arrays["test_adapted"], arrays.get("test_pretrained"))
+    for prefix, (adapted, pretrained, labels) in tested.items():
+        measured = fdc.terms(adapted, pretrained)
         for (parameter, value), terms in zip(changes, measured, strict=True):
-            accuracy = evaluation.accuracy(arrays["test_labels"], terms.fuse().label)
-            numbers[f"validation_{parameter}={value:g}"] = accuracy
+            accuracy = evaluation.accuracy(labels, terms.fuse().label)
+            numbers[f"{prefix}{parameter}={value:g}"] = accuracy
+            if parameter == "neighbours" and not prefix:
+                nearest = terms.fuse(nearest=True).label
+                numbers[f"nearest={value:g}"] = evaluation.accuracy(labels, nearest)
     return numbers

@@ -17,7 +17,6 @@ from fdc_jax import evaluation
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.calibration.familiarity import UNTYPICAL
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_npy
 from fdc_jax.report import formatting, pictures
 from fdc_jax.report.runs import Group, predictions
 
@@ -129,14 +128,12 @@ def with_pictures(classes: Classes, group: Group) -> Classes:
 def _unlike(run: Any, count: int) -> Int[np.ndarray, " k"]:
     """Returns rows of images unlike anything learned, least typical first; empty if unknown."""
     names = [n for n in run.results.accuracy if n in METHODS and METHODS[n].gives_confidence]
-    paths = [run.features_folder / f"test_{view}.npy" for view in ("adapted", "pretrained")]
-    if names and paths[0].exists():
-        try:
-            views = [read_npy(path) for path in paths if path.exists()]
-            typicality = run.calibrator(names[0]).assess(*views)[1]
-        except InputError:
-            typicality = np.ones(0)
-        order = np.argsort(typicality, kind="stable")
-        if len(order) == count:
-            return order[typicality[order] < UNTYPICAL]
-    return np.zeros(0, int)
+    try:
+        views = pictures.test_views(run)
+        typicality = run.calibrator(names[0]).assess(*views)[1] if names and views else ()
+    except InputError:
+        typicality = ()
+    if len(typicality) != count:
+        return np.zeros(0, int)
+    order = np.argsort(typicality, kind="stable")
+    return order[typicality[order] < UNTYPICAL]

@@ -67,10 +67,10 @@ def band(axes: Axes, x: Any, values: Float[ndarray, "seeds n"], colour: str, **l
         axes.fill_between(x, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
 
 
-def points(axes: Axes, x: Any, y: Any, colour: str, marker: str, **look: Any) -> None:
+def points(axes: Axes, x: Any, y: Any, colour: str, marker: str, gid: str, label: str) -> None:
     """Draws points that may lie on each other."""
-    look = {"linestyle": "none", "markersize": 3.4, "markeredgewidth": 0, "alpha": 0.6} | look
-    axes.plot(x, y, color=colour, marker=marker, **look)
+    look = {"linestyle": "none", "markersize": 3.4, "markeredgewidth": 0, "alpha": 0.6}
+    axes.plot(x, y, color=colour, marker=marker, gid=gid, label=label, **look)
 
 
 def whole_numbers(*axes: Axis) -> None:

@@ -31,6 +31,7 @@ _SIDES = {
     "own": (drawing.OWN, "o", "Own images"),
     "foreign": (drawing.FOREIGN, "D", "Foreign images"),
 }
+_MOST_TEXTS = 10  # columns of a heat map that has its numbers in its cells
 # Label of the axis, and quantities.
 _SWEPT = {
     "attenuation": ("Attenuation γ", ("attenuation",)),
@@ -47,8 +48,8 @@ def accuracy_curve(group: Group) -> Figure | None:
     figure, (axes,) = drawing.panels(1, 2.5, 1)
     for name, (colour, marker) in drawing.looks(accuracies.columns).items():
         values = accuracies[name].unstack("task")
-        look = {"marker": marker, "gid": name, "label": formatting.method_title(name)}
-        drawing.band(axes, values.columns, values.to_numpy(), colour, **look)
+        title, rows = formatting.method_title(name), values.to_numpy()
+        drawing.band(axes, values.columns, rows, colour, marker=marker, gid=name, label=title)
     axes.set(xlabel="Tasks learned", ylabel="Accuracy (%)")
     axes.set_ylim(top=min(axes.get_ylim()[1], 101))
     drawing.whole_numbers(axes.xaxis)
@@ -96,10 +97,17 @@ def accuracy_matrix(group: Group) -> Figure | None:
 def _heat_maps(matrices: Mapping[str, Any], scale: Normalize, rows: str, unit: str) -> Figure:
     """Draws square matrices of percentages by the label of their columns."""
     columns = 2 if len(matrices) == 4 else 3
-    figure, panels = drawing.panels(len(matrices), 2.5, columns, sharey=True)
+    figure, panels = drawing.panels(len(matrices), 6.3 / columns, columns, sharey=True)
     for axes, (title, matrix) in zip(panels, matrices.items(), strict=True):
         height, width = matrix.shape
-        axes.imshow(matrix, "Blues", norm=scale, extent=(0.5, width + 0.5, height + 0.5, 0.5))
+        cells = np.asarray(matrix)
+        axes.imshow(cells, "Blues", norm=scale, extent=(0.5, width + 0.5, height + 0.5, 0.5))
+        if width <= _MOST_TEXTS:
+            for row, column in np.argwhere(~np.isnan(cells)):
+                value = cells[row, column]
+                ink = "white" if scale(value) > 0.5 else drawing.INK
+                text = axes.text(column + 1, row + 1, f"{value:.0f}", color=ink, fontsize=6)
+                text.set(ha="center", va="center")
         axes.grid(visible=False)
         axes.set_xlabel(textwrap.fill(title, 26))
         drawing.whole_numbers(axes.xaxis, axes.yaxis)
@@ -164,9 +172,8 @@ def similarity(group: Group) -> Figure | None:
             column = f"{view}_{kind}"
             if column in mean:
                 if column in correlation:
-                    name += f", ρ = {formatting.minus(f'{correlation[column]:.2f}')}"
-                look = {"gid": view, "label": name}
-                drawing.points(axes, mean[column], mean["error"], colour, marker, **look)
+                    name += f", ρ = {formatting.minus(str(formatting.number(correlation[column])))}"
+                drawing.points(axes, mean[column], mean["error"], colour, marker, view, name)
         axes.set_xlabel(f"Similarity by {label} (std of the other task)")
         axes.legend()
     panels[0].set_ylabel("Routing error (%)")
@@ -182,8 +189,7 @@ def residual_contributions(group: Group) -> Figure | None:
     figure, (axes,) = drawing.panels(1, 2.5, 1)
     axes.axhline(0, color=drawing.INK, linewidth=0.8)
     for side, (colour, marker, label) in _SIDES.items():
-        look = {"gid": side, "label": label}
-        drawing.points(axes, mean.index + 1, mean[side], colour, marker, **look)
+        drawing.points(axes, mean.index + 1, mean[side], colour, marker, side, label)
         axes.axhline(mean[side].mean(), color=colour)
     axes.set(xlabel="Task of the head", ylabel="Residual contribution\n(std of own logits)")
     drawing.whole_numbers(axes.xaxis)
@@ -198,7 +204,6 @@ def residual_distributions(group: Group) -> Figure | None:
         return None
     cells = [*itertools.product(seeds[0], ("first", "last"))]
     figure, panels = drawing.panels(len(cells), 1.95, 2)
-    pink: dict[str, Any] = {"color": drawing.FOREIGN}
     for axes, (view, head) in zip(panels, cells, strict=True):
         densities = seeds[0][view][head]
         task = 0 if head == "first" else group.results.num_tasks - 1
@@ -206,9 +211,9 @@ def residual_distributions(group: Group) -> Figure | None:
         foreign = densities.drop(columns=task, errors="ignore")
         mean = foreign.mean(axis=1)
         axes.plot(own, color=drawing.OWN, linewidth=1.8, label="Own task", gid="own")
-        look = {"linestyle": (0, (4, 2)), "gid": "foreign_mean"} | pink
-        axes.plot(mean, label="Mean of foreign tasks", **look)
-        look = {"linewidth": 0.6, "alpha": 0.4, "zorder": 1} | pink
+        dashes, name = (0, (4, 2)), "Mean of foreign tasks"
+        axes.plot(mean, color=drawing.FOREIGN, linestyle=dashes, gid="foreign_mean", label=name)
+        look = {"color": drawing.FOREIGN, "linewidth": 0.6, "alpha": 0.4, "zorder": 1}
         axes.plot(foreign, label="Single foreign tasks", **look)
         # The densities of single tasks may be far higher.
         axes.set_ylim(0, 1.35 * np.nanmax([1e-9, own.max(), mean.max()]))

@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from fdc_jax import learners
-from fdc_jax.calibration import METHODS
+from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.errors import counted, escaped
 from fdc_jax.report import console, figures, formatting, paper, pictures, runs, tables
 from fdc_jax.report.classes import Classes
@@ -50,9 +50,12 @@ def render(
     return _fill(
         "page",
         sections=sections,
+        gains=[
+            group.row(FDC.name, "gain")["mean"] for group in groups if group.has(FDC.name, "gain")
+        ],
         fdc_in_words=console.FDC_IN_WORDS,
         folded=not any(group.known for group in groups),
-        reading=tables.READING if any("numbers" in t.frame.index.names for t in compared) else "",
+        reading=tables.reading(compared),
         methods=set().union(*(group.methods for group in groups)),
         skipped=skipped,
         # The calibrators of a single group stand in its section.
@@ -65,6 +68,7 @@ def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict
     """Returns the content of the section of a group."""
     first, accuracy = group.results, group.row(group.headline)
     settings = runs.settings(first)
+    gain = group.values(group.headline, "gain").mean() if group.headline != "raw" else None
     provenance = {"device": first.device, "versions": first.versions, "settings": settings}
     return {
         "group": group,
@@ -73,12 +77,11 @@ def _section(group: Group, drawings: Sequence[Drawing], shown: Pictures) -> dict
         "rank": _rank(group),
         "accuracy": formatting.mean(accuracy["mean"], accuracy["std"], digits=1),
         "interval": formatting.interval(accuracy["low"], accuracy["high"], 1, signed=False),
+        "gain": formatting.number(gain, 1, signed=True),
         "verdict": console.verdict(group),
         "notes": console.notes(group),
         "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],
         "drawings": [drawing for drawing in drawings if drawing.groups == [group]],
-        "images": group.has_images,
-        "known": group.known,
         "pictures": shown,
         "provenance": json.dumps(provenance, indent=1, ensure_ascii=False),
     }

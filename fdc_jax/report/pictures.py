@@ -7,10 +7,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
-from fdc_jax.calibration import FDC
+from fdc_jax.calibration import FDC, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_npy
 from fdc_jax.report.runs import predictions
@@ -102,10 +102,9 @@ def _evidence(
     run: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
 ) -> list[list[Evidence]]:
     """Returns the evidence by row; empty if the calibrator now predicts another task."""
-    paths = [run.features_folder / f"test_{view}.npy" for view in ("adapted", "pretrained")]
-    views = [read_npy(path)[rows] for path in paths if path.exists()]
+    views = [features[rows] for features in test_views(run)]
     try:
-        terms = run.calibrator(FDC.name).terms(*views) if paths[0].exists() else None
+        terms = run.calibrator(FDC.name).terms(*views) if views else None
     except InputError:
         terms = None
     if terms is None:
@@ -121,6 +120,12 @@ def _evidence(
         return [Evidence(name, *pair.tolist()) for name, pair in pairs.items()]
 
     return [of_row(row) if scores.task[row] == fdc[row] else [] for row in range(len(rows))]
+
+
+def test_views(run: Any) -> list[Float[np.ndarray, "n d"]]:
+    """Returns the saved test features by the final and the pretrained encoder, if there are any."""
+    paths = [run.features_folder / f"test_{view}.npy" for view in inputs.VIEWS]
+    return [read_npy(path) for path in paths if path.exists()]
 
 
 def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:

@@ -107,16 +107,10 @@ class Group:
         """Returns a row of `rows`."""
         return self.rows.loc[calibrator, quantity]
 
-    @functools.cached_property
-    def _by_seed(self) -> pd.DataFrame:
-        """The numbers by calibrator and quantity (row) and seed (column)."""
-        return self.numbers.pivot(index=["calibrator", "quantity"], columns="seed", values="value")
-
     def values(self, calibrator: str, quantity: str = "accuracy") -> pd.Series:
         """Returns a quantity by seed, of the seeds that have it."""
-        if (calibrator, quantity) not in self._by_seed.index:
-            return pd.Series(dtype=float)
-        return self._by_seed.loc[calibrator, quantity].dropna()
+        labels = self.numbers[["calibrator", "quantity"]].eq([calibrator, quantity])
+        return self.numbers[labels.all(axis=1)].set_index("seed")["value"]
 
     @property
     def best(self) -> str:

@@ -72,7 +72,7 @@ class Table(NamedTuple):
             column_format="".join(alignment),
         )
         text = text.replace(r"\begin{table}", "\\begin{table}\n\\centering\\small", 1)
-        notes = [self.note, READING] if "numbers" in self.frame.index.names else [self.note]
+        notes = [self.note, reading([self])] if "numbers" in self.frame.index.names else [self.note]
         return f"% {' '.join(notes)}\n{text}"
 
     def to_text(self) -> str:
@@ -106,7 +106,6 @@ def _latex(cell: Any) -> str:
 
 # Titles, labels, lines and notes of all tables.
 _TEXTS: dict[str, Any] = read_json(Path(__file__).with_name("tables.json"))
-READING: str = _TEXTS["ours"]
 # Tables of `of_comparison` in the order of `tables.json`.
 _COMPARED = [name for name, text in _TEXTS.items() if "compared" in text]
 
@@ -119,19 +118,29 @@ def build(groups: Sequence[Group]) -> list[Table]:
     return [table for table in built if len(table.frame)]
 
 
+def reading(tables: Iterable[Table]) -> str:
+    """Returns how to read the cells of tables of `of_comparison`."""
+    headings = [(*table.frame.index.names, *table.frame.columns) for table in tables]
+    return _sentences("ours", ("", *itertools.chain.from_iterable(headings)))
+
+
+def _sentences(name: str, occurring: Iterable[str]) -> str:
+    """Returns the sentences of a note of `tables.json` about what occurs in a table."""
+    note: dict[str, str] = _TEXTS[name]["note"]
+    return " ".join(text for key, text in note.items() if key in occurring)
+
+
 def _table(name: str, frame: pd.DataFrame, scope: str = "", numbers: Any = None) -> Table:
     """Returns a table of `tables.json` without rows and columns that are all empty."""
-    text = _TEXTS[name]
     if numbers is not None:
         frame = frame.dropna(how="all")
     frame = frame.dropna(how="all", axis=1)
     if "numbers" in frame.index.names and {*frame.index.get_level_values("numbers")} == {"ours"}:
         frame = frame.droplevel("numbers")  # Nothing is compared.
     calibrators = () if numbers is None or numbers.empty else numbers["calibrator"]
-    labels = (*frame.index.get_level_values(0), *frame.index.get_level_values(-1))
+    labels = itertools.chain.from_iterable(frame.reset_index()[frame.index.names].to_numpy())
     occurring = {"", *frame.columns, *labels, *calibrators}
-    note = " ".join(sentence for key, sentence in text["note"].items() if key in occurring)
-    return Table(name, text["title"], frame, note, scope, numbers)
+    return Table(name, _TEXTS[name]["title"], frame, _sentences(name, occurring), scope, numbers)
 
 
 def _pivot(cells: pd.DataFrame, labels: Sequence[str], column: str, value: str) -> pd.DataFrame:
@@ -163,14 +172,7 @@ _WRITTEN += ["settings"]
 # Calibrators and tasks ---------------------------------------------------------------------------
 
 # Columns of the table of calibrators by quantity.
-_COLUMNS = {
-    "accuracy": "accuracy",
-    "gain": "gain",
-    "routing": "right task",
-    "given": "task given",
-    "aia": "average over tasks",
-    "storage": "storage, MiB",
-}
+_COLUMNS: dict[str, str] = _TEXTS["calibrators"]["quantities"]
 
 
 def _shown(group: Group) -> list[str]:
@@ -484,19 +486,20 @@ def of_selection(groups: Sequence[Group]) -> Table:
     counts = table.groupby(labels, sort=False)["mean"].agg(
         positive=lambda values: (values > 0).sum(), n="size", mean="mean"
     )
-    numbers = []
-    listed: Any = counts.iterrows()
-    for (learner, title, choice), count in listed:
-        text = f"{count['positive']:g} of {count['n']:g}, {number(count['mean'], signed=True)}"
-        cells.setdefault((learner, title), {})[f"gains, {choice}"] = text
-        for name, value in (("pairs with a gain", count["positive"]), ("gain", count["mean"])):
-            of = {"learner": learner, "calibrator": choice, "quantity": name}
-            numbers.append(of | {"mean": value, "n": int(count["n"]), "settings": title})
+    for row in counts.reset_index().itertuples():
+        text = f"{row.positive} of {row.n}, {number(row.mean, signed=True)}"
+        cells.setdefault((row.learner, row.settings), {})[f"gains, {row.choice}"] = text
+    columns = {"choice": "calibrator", "positive": "pairs with a gain", "mean": "gain"}
+    numbers = counts.reset_index().rename(columns=columns)
+    labels = ["learner", "settings", "calibrator", "n"]
+    numbers = numbers.melt(labels, var_name="quantity", value_name="mean", ignore_index=False)
+    written = ["learner", "calibrator", "quantity", "mean", "n", "settings"]
+    numbers = numbers.sort_index(kind="stable")[written]
     titles = {"plugged": "learners of Table plugin"}
     rows = [(titles.get(learner) or learners.title(learner), title) for learner, title in cells]
     index = pd.MultiIndex.from_tuples(rows, names=_TEXTS["selection"]["labels"]) if rows else None
     frame = pd.DataFrame([*cells.values()], index, dtype=object)
-    return _table("selection", frame, scope, pd.DataFrame(numbers))
+    return _table("selection", frame, scope, numbers)
 
 
 def _gains_of_paper() -> pd.DataFrame:

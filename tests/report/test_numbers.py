@@ -50,6 +50,8 @@ def test_shares_of_chosen_tasks_by_hand():
     shares = figures.confusion(group(), "fdc")
     np.testing.assert_allclose(shares, [[100, 0, 0], [0, 0, 0], [0, 50, 50]])
     assert figures.confusion(group(), "gaussians") is None
+    cells = [text.get_text() for text in figures.task_confusion(group()).axes[0].texts]
+    assert cells == ["50", "25", "25", "0", "0", "0", "50", "0", "50"]
     perfect = PREDICTIONS | {"raw_task": PREDICTIONS["task"]}
     shares = figures.confusion(group(PREDICTIONS, perfect), "raw")
     np.testing.assert_allclose(shares, [[75, 12.5, 12.5], [0, 0, 0], [25, 0, 75]])
