@@ -15,7 +15,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 WIDTH, SCALE = 1000, 1.4  # of the window in pixels, and of pixels in a picture
-COLOURS = 64
+COLOURS = 256
 # Page, and the first and the last element, by picture.
 PICTURES = {
     "result": ("report.html", "h1", "#run-1"),
