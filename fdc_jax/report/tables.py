@@ -138,7 +138,7 @@ def _table(name: str, frame: pd.DataFrame, scope: str = "", numbers: Any = None)
     if "numbers" in frame.index.names and {*frame.index.get_level_values("numbers")} == {"ours"}:
         frame = frame.droplevel("numbers")  # Nothing is compared.
     calibrators = () if numbers is None or numbers.empty else numbers["calibrator"]
-    labels = itertools.chain.from_iterable(frame.reset_index()[frame.index.names].to_numpy())
+    labels = itertools.chain.from_iterable(frame.index.to_frame().to_numpy())
     occurring = {"", *frame.columns, *labels, *calibrators}
     return Table(name, _TEXTS[name]["title"], frame, _sentences(name, occurring), scope, numbers)
 
