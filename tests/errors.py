@@ -1,6 +1,8 @@
-"""Errors of wrong input."""
+"""Errors of wrong input, and of the system."""
 
 import contextlib
+import errno
+import os
 
 import pytest
 
@@ -13,3 +15,8 @@ def input_error(pattern):
     with pytest.raises(InputError, match=pattern) as caught:
         yield caught
     assert str(caught.value).isprintable()
+
+
+def stale(*arguments, **options):
+    """Fails as a network disk does for a moment."""
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

@@ -167,6 +167,11 @@ def contents(workdir):
     }
 
 
+def newest_checkpoint(workdir):
+    """Returns the folder of the newest checkpoint."""
+    return max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+
+
 def copied(workdir, target):
     """Returns a copy of a work directory that may be changed, as that of a stopped run."""
     return shutil.copytree(workdir, target)

@@ -314,9 +314,12 @@ def test_missing_device_is_one_line(arguments, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "variable, value", [("JAX_DEBUG_NANS", "maybe"), ("JAX_DEFAULT_MATMUL_PRECISION", "some")]
+    "arguments, variable, value",
+    [
+        (POSTHOC, "JAX_DEBUG_NANS", "maybe"),
+        (("run", "--config=digits", "--dry_run"), "JAX_DEFAULT_MATMUL_PRECISION", "some"),
+    ],
 )
-@pytest.mark.parametrize("arguments", [POSTHOC, ("run", "--config=digits", "--dry_run")])
 def test_wrong_values_of_jax_variables_are_one_line(arguments, variable, value, tmp_path):
     done = run_python("-m", "fdc_jax", *arguments, cwd=tmp_path, **{variable: value})
     (line,) = done.stderr.splitlines()

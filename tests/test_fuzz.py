@@ -272,7 +272,7 @@ def base(tmp_path_factory, finished_run):
     return folder
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_give_the_same_answer_or_one_line(base, kind, count):
     assert outcomes_of(base, kind, range(count)).keys() <= RIGHT

@@ -1,6 +1,5 @@
 """Folders with more feature files than a process may open."""
 
-import errno
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from fdc_jax.features import feature_files
 from fdc_jax.machine import files
 from tests import small_runs
-from tests.errors import input_error
+from tests.errors import input_error, stale
 from tests.features.test_feature_files import example, save
 
 resource = pytest.importorskip("resource", reason="Windows has no limit of this kind")
@@ -74,10 +73,7 @@ def test_an_error_of_the_system_is_no_damage(tmp_path, monkeypatch, read):
     path = tmp_path / "x"
     path.write_bytes(b"")
 
-    def fail(*arguments, **options):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(np.lib.format, "open_memmap", fail)
-    monkeypatch.setattr(np, "load", fail)
+    monkeypatch.setattr(np.lib.format, "open_memmap", stale)
+    monkeypatch.setattr(np, "load", stale)
     with input_error(r": cannot be read: Stale file handle$"):
         read(path)

@@ -1,8 +1,6 @@
 """Checkpoints: types survive, damage is noticed, the one before it is used."""
 
-import errno
 import logging
-import os
 import shutil
 import signal
 import subprocess
@@ -22,7 +20,7 @@ from fdc_jax.heads import LinearHead
 from fdc_jax.machine import files
 from fdc_jax.machine.checkpoint import Checkpoints
 from tests import small_runs
-from tests.errors import input_error
+from tests.errors import input_error, stale
 
 
 def make_tree(offset=0.0):
@@ -51,12 +49,19 @@ def save(checkpoints, number, tree):
     checkpoints.wait()
 
 
-@pytest.fixture
-def filled(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder in which three checkpoints were saved, and two kept."""
+    folder = tmp_path_factory.mktemp("written") / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=2)
     for number in range(1, 4):
         save(checkpoints, number, make_tree(number))
-    yield checkpoints
+    return folder
+
+
+@pytest.fixture
+def filled(written, tmp_path):
+    return Checkpoints(shutil.copytree(written, tmp_path / "checkpoints"), keep=2)
 
 
 def test_round_trip_keeps_types_values_cursor_and_files(filled, tmp_path):
@@ -162,17 +167,14 @@ def test_half_deleted_checkpoint_is_not_reported(filled, tmp_path, caplog):
     assert newest(again)[0] == 4
 
 
-def stale(*arguments, **options):
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-
 # Places in which a network disk may fail while the bytes of a checkpoint are right.
 READS = ["fdc_jax.machine.files.sha256", "fdc_jax.machine.files.open_regular", "json.loads"]
 READS += ["orbax.checkpoint.StandardCheckpointHandler.restore", "pathlib.Path.iterdir"]
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize(
+    ("name", "read_only"), [(READS[0], True), *((name, False) for name in READS)]
+)
 def test_intact_checkpoint_stays_when_a_read_fails(filled, tmp_path, monkeypatch, name, read_only):
     again = Checkpoints(tmp_path / "checkpoints", read_only=read_only)
     before = small_runs.contents(tmp_path)

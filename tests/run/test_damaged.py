@@ -1,7 +1,5 @@
 """Runs with a damaged file end in one line of InputError that names it; see test_fuzz, too."""
 
-import errno
-import os
 import shutil
 
 import numpy as np
@@ -19,6 +17,7 @@ from fdc_jax.machine.files import (
 )
 from fdc_jax.report import classes, runs, tables
 from tests import small_runs
+from tests.errors import stale
 
 VALUES = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), "", "a", "../../x", "\x1b[31m", [], ["a"]]
 VALUES += [{}, {"a": 1}, {"a": {}}, [[]], [-1, 2], 10**30, "a" * 3000]
@@ -134,7 +133,7 @@ def test_a_wrong_value_names_its_file_and_field(run, line):
 def test_forged_cursor_of_a_checkpoint_is_named(finished_run, tmp_path, change):
     """Its manifest fits, so that it is not damaged, and nothing is moved."""
     folder = small_runs.copied(finished_run, tmp_path / "run")
-    newest = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    newest = small_runs.newest_checkpoint(folder)
     path = newest / "cursor" / "metadata"
     cursor = change
     if isinstance(change, dict):
@@ -147,12 +146,7 @@ def test_forged_cursor_of_a_checkpoint_is_named(finished_run, tmp_path, change):
     assert newest.exists()
 
 
-def stale(*arguments, **options):
-    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-
-@pytest.mark.parametrize("use", ["resume", "open"])
-@pytest.mark.parametrize("state", ["stopped_run", "finished_run"])
+@pytest.mark.parametrize(("state", "use"), [("stopped_run", "open"), ("finished_run", "resume")])
 def test_unreadable_checkpoint_of_a_run_is_one_line(
     state, use, request, cache, tmp_path, monkeypatch
 ):

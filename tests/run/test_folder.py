@@ -37,10 +37,6 @@ def test_known_classes_come_from_the_longest_seed(finished_run, tmp_path):
 # Damaged and missing files ------------------------------------------------------------------------
 
 
-def newest_checkpoint(folder):
-    return max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name))
-
-
 def test_finished_run_is_not_repeated(copy, cache):
     (copy / "predictions.npz").unlink()
     before = contents(copy)
@@ -100,7 +96,7 @@ def test_last_task_is_evaluated_again(finished_run, copy, cache):
     """As by a process that was killed before the last task was done."""
     for name in ("results.json", "tasks/task_001.json", "calibrators/fdc.npz"):
         (copy / name).unlink()
-    shutil.rmtree(newest_checkpoint(copy))
+    shutil.rmtree(small_runs.newest_checkpoint(copy))
     go(config(cache), copy)
     small_runs.same_outcome(finished_run, copy)
     assert [event["task"] for event in small_runs.events(copy, "training")] == [0, 1]

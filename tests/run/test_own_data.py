@@ -122,7 +122,7 @@ def arrays_of(workdir):
 
     They are by file; other files of checkpoints have dates.
     """
-    newest = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    newest = small_runs.newest_checkpoint(workdir)
     paths = [*(workdir / "calibrators").iterdir(), *(newest / "calibrators").iterdir()]
     paths += (workdir / "features").glob("*.npy")
     arrays = {}
