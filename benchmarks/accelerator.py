@@ -109,7 +109,7 @@ def measure_part(name: str, options: Any) -> None:
                 record["checks"].append(golden.compare(result, committed))
             else:
                 record["rows"].append(result)
-            record |= {"device": devices.describe()} if part.device else {}
+            record |= {"device": devices.description()} if part.device else {}
             write_json(path, record)
         record["status"] = "done"
     except measure.Skipped as reason:

@@ -214,7 +214,7 @@ def latencies(options: Any) -> Iterator[Any]:
     for precision in precisions:
         model, batch, backbone, views = encoders(options, precision, size)
         images, encode = devices.split(mesh, batch.images), Extractor(model, mesh).encode
-        timings = latency.measure(encode, backbone, views, images, fdc, protocol)
+        timings = latency.timings(encode, backbone, views, images, fdc, protocol)
         base, least = timings["baseline"].milliseconds, timings["baseline"].peak_bytes
         for name, record in timings.items():
             clock, peak = np.median(record.milliseconds), record.peak_bytes

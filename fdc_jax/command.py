@@ -191,4 +191,4 @@ def usage(chosen: ConfigDict | None = None) -> str:
     lines = [f"usage: {Path(sys.argv[0]).name} --config=NAME [--config.FIELD=VALUE ...]"]
     lines += ["example: python -m fdc_jax run --config=digits --config.train.epochs=5", ""]
     lines += [FLAGS.module_help(sys.modules[__name__]), "", "Fields and their defaults:", ""]
-    return "\n".join(lines + configuration.describe(chosen or base.get_config()))
+    return "\n".join(lines + configuration.help_lines(chosen or base.get_config()))

@@ -174,7 +174,7 @@ def sample_gain(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> G
 # Several calibrators -----------------------------------------------------------------------------
 
 
-def measure(
+def measures(
     scores: Mapping[str, Scores],
     labels: Int[np.ndarray, " n"],
     tasks: Int[np.ndarray, " n"],
@@ -233,7 +233,7 @@ def predictions(
     return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
-def describe(measures: Measures, task: int, num_tasks: int) -> str:
+def accuracy_line(measures: Measures, task: int, num_tasks: int) -> str:
     """Returns one line about the accuracies after a task."""
     routing = measures.routing_accuracy
     accuracies = "  ".join(

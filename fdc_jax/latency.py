@@ -67,7 +67,7 @@ def fdc_labels(calibrator: FDC, views: int) -> Callable[[Sequence[Any]], Any]:
     return lambda features: choose(features, packed, settings)
 
 
-def measure(
+def timings(
     encode: Any, backbone: Any, views: Sequence[Any], images: Any, calibrator: FDC, protocol: Any
 ) -> dict[str, Contender]:
     """Times baseline, single and dual, in this order, as a process's memory peak never falls.
@@ -117,10 +117,10 @@ def measure_run(run: Any, protocol: Any = PROTOCOL) -> Latency:
     parts = encoders.extract.encode, encoders.backbone, views, images, calibrator
     measured = Latency(
         images=len(rows),
-        device=devices.describe(),
+        device=devices.description(),
         versions=versions(),
         precision=run.config.precision,
-        contenders=measure(*parts, protocol),
+        contenders=timings(*parts, protocol),
     )
     write_json(run.folder / "latency.json", measured)
     if run.exported:

@@ -75,7 +75,7 @@ def test_calibrators_are_measured_side_by_side():
     """Three images: the first class of each task and the second one of task 1."""
     labels, tasks = np.array([0, 2, 3]), np.array([0, 1, 1])
     both = {"raw": scores(0, 0, 0), "ncm": scores(1, 1, 1)}
-    actual = evaluation.measure(both, labels, tasks)
+    actual = evaluation.measures(both, labels, tasks)
     third, two_thirds = pytest.approx(100 / 3), pytest.approx(200 / 3)
     assert actual.accuracy == {"raw": third, "ncm": third, "oracle": two_thirds}
     assert actual.routing_accuracy == {"raw": third, "ncm": two_thirds}
@@ -88,7 +88,7 @@ def test_calibrators_are_measured_side_by_side():
     assert columns.keys() == {*names.split()}
     assert columns["oracle_label"].tolist() == [0, 2, 2]
     # A task without images has no accuracy.
-    later = evaluation.measure(both, np.array([2, 2, 3]), np.array([1, 1, 1]))
+    later = evaluation.measures(both, np.array([2, 2, 3]), np.array([1, 1, 1]))
     assert later.task_accuracy["raw"] == [None, 0]
     assert later.decomposition["raw"].wrong_task_oracle_right == two_thirds
 
@@ -117,7 +117,7 @@ def test_each_calibrator_is_measured_by_its_own_answers():
     first = np.array([[1.0, 0.0], [1.0, 0.0]])  # The first task has the larger score.
     rows = np.zeros((2, 2), np.int32)
     scores = {"gaussians": Scores(first, rows, classes), "fdc": Scores(-first, rows, classes)}
-    measures = evaluation.measure(scores, labels, tasks, probabilities)
+    measures = evaluation.measures(scores, labels, tasks, probabilities)
     of_first = evaluation.calibration_error(np.array([0.7, 0.6]), np.array([True, False]))
     of_second = evaluation.calibration_error(np.array([0.1, 0.3]), np.array([False, True]))
     expected = {"gaussians": of_first, "fdc": of_second}

@@ -19,7 +19,7 @@ def test_every_contender_is_warmed_up_and_timed_in_turn(monkeypatch):
     def encode(backbone, images, view):
         events.append(view)
 
-    actual = latency.measure(encode, None, ("adapted", "pretrained"), None, None, (2, 3, 5))
+    actual = latency.timings(encode, None, ("adapted", "pretrained"), None, None, (2, 3, 5))
     expected = 17 * ["adapted", "raw"] + 17 * ["adapted", "fdc 1"]
     assert events == expected + 17 * ["adapted", "pretrained", "fdc 2"]
     assert list(actual) == ["baseline", "single", "dual"]

@@ -89,10 +89,10 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
     )
     options.workdir = str(tmp_path)
     given = [*SMALL, "--config.calibrators=fdc,gaussians"]
-    runs, _ = plan.make(options, given)
+    runs, _ = plan.planned_runs(options, given)
     assert all(np.isnan(need.hours) for need in plan.needs(runs, {}))
     shutil.copytree(finished_run, runs[0].folder)
-    longer, _ = plan.make(options, [*given, "--config.train.epochs=4"])
+    longer, _ = plan.planned_runs(options, [*given, "--config.train.epochs=4"])
     needed, needed_longer = plan.needs(runs, {}), plan.needs([runs[0], *longer[1:]], {})
     assert (needed[0].hours, needed[0].gib) == (0, 0)
     device = small_runs.results(finished_run)["device"]
@@ -168,7 +168,9 @@ def made_up_plan(workdir, *learner_names, **flags):
     options = argparse.Namespace(
         data="", benchmarks="cub200", learners=",".join(learner_names), seeds="1", workdir=workdir
     )
-    runs, _ = plan.make(options, [f"--config.{name}={value}" for name, value in flags.items()])
+    runs, _ = plan.planned_runs(
+        options, [f"--config.{name}={value}" for name, value in flags.items()]
+    )
     return runs
 
 
@@ -276,7 +278,7 @@ def test_workers_on_processors_divide_the_cores(monkeypatch):
 
 def test_two_workers_perform_every_run_once_and_side_by_side(tmp_path):
     config = small_runs.config(tmp_path)
-    runs = [plan.Run("digits", name, tmp_path / name, (), config) for name in "abcd"]
+    runs = [plan.PlannedRun("digits", name, tmp_path / name, (), config) for name in "abcd"]
     both = threading.Barrier(2)
     performed, ended = [], []
 
@@ -312,7 +314,7 @@ def test_missing_data_are_named_once(tmp_path, capsys):
 
 def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
     (log := tmp_path / "log.txt").symlink_to("/dev/full")
-    run = plan.Run("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
+    run = plan.PlannedRun("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
     line = f"cannot write {log}: No space left on device"
     assert workers.attempt(run, StopRequest(), ALONE, True) == Outcome(2, line)
 
@@ -322,7 +324,7 @@ def test_last_lines_of_a_stopped_run_are_shown_once(tmp_path, monkeypatch, capsy
     program = "import sys; sys.stdin.read(); print('after task 1/2: raw 1.00')"
     program += "; print(os.sched_getaffinity(0))"
     monkeypatch.setattr(workers, "_PROGRAM", program)
-    run = plan.Run("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
+    run = plan.PlannedRun("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
     stop = StopRequest()
     stop.signal = signal.SIGTERM
     core = min(os.sched_getaffinity(0))

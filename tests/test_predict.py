@@ -195,7 +195,7 @@ def test_further_frames_are_counted(opened, answers, files, tmp_path, caplog):
 def test_images_are_read_in_bounded_portions(finished_run, files, monkeypatch):
     opened = fdc_jax.open_run(finished_run)
     opened.config = configuration.replaced(opened.config, {"evaluation.batch_size": 4})
-    reads, read = [], folder.content
+    reads, read = [], folder.file_bytes
     monkeypatch.setattr(folder, "content", lambda path: reads.append(path) or read(path))
     batches = Predictions(opened, files)
     assert len(batches) == 15

@@ -133,7 +133,7 @@ class Calibrator:
         head = self._head(head, task, views[0].shape[1])
         count = None if head is None else len(head.affine.rows)
         named, rows = inputs.task_classes(labels, task, count, classes, self.classes)
-        names = [inputs.name_of(f"{view} features", task) for view in inputs.VIEWS]
+        names = [inputs.input_name(f"{view} features", task) for view in inputs.VIEWS]
         checks.warn_of_rows(dict(zip(names, views, strict=False)), rows)
         counts = np.bincount(rows, minlength=len(named))
         self._fit(inputs.TaskInput(task, views, rows, named, counts, head, previous))
@@ -189,7 +189,7 @@ class Calibrator:
         checked = [self._head(head, t, self.widths[0], heads[0]) for t, head in enumerate(heads)]
         for task, (head, classes) in enumerate(zip(checked, self.classes, strict=True)):
             if head is not None and (rows := len(head.affine.rows)) != len(classes):
-                name = inputs.name_of("final head", task)
+                name = inputs.input_name("final head", task)
                 raise InputError(f"{name}: expected {len(classes)} classes, found {rows}")
         self.heads = checked
         self._forget()
@@ -282,6 +282,6 @@ def weak_head(given: inputs.TaskInput, predicted: Int[np.ndarray, " n"] | None) 
     accuracy = float(np.mean(predicted == rows))
     if count == 1 or accuracy >= min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
         return ""
-    name = inputs.name_of("head", given.task)
+    name = inputs.input_name("head", given.task)
     text = f"{name}: accuracy {100 * accuracy:.1f}% on the task's own training samples"
     return f"{text} (chance {100 / count:.1f}%). It was hardly trained"

@@ -59,7 +59,7 @@ def explained(features: Float[np.ndarray, "m d"], labels: Int[np.ndarray, " m"])
     return Explained(share, expected, (share - expected) / deviation)
 
 
-def on_device(arrays: Iterable[Any]) -> bool:
+def is_on_device(arrays: Iterable[Any]) -> bool:
     """Returns True if an array is one of JAX."""
     return any(isinstance(array, jax.Array) for array in arrays)
 
@@ -72,7 +72,7 @@ def warn_of_rows(named: Mapping[str, Any], labels: Int[np.ndarray, " n"]) -> Non
         labels: class of each image.
     """
     rows = compared_rows(labels)
-    if len(named) < 2 or on_device(named.values()) or len(np.unique(labels[rows])) < 2:
+    if len(named) < 2 or is_on_device(named.values()) or len(np.unique(labels[rows])) < 2:
         return
     relations = {
         name: explained(inputs.float32(inputs.host_array(features, name)[rows]), labels[rows])
@@ -111,7 +111,7 @@ def warn_of_swapped(views: Sequence[Any], unit_means: Callable[[], Sequence[np.n
 
     `unit_means` returns means of classes at unit length, by view.
     """
-    if len(views) < 2 or len(views[0]) < FEWEST or on_device(views):
+    if len(views) < 2 or len(views[0]) < FEWEST or is_on_device(views):
         return False
     means = unit_means()
     if len(means) < 2 or means[0].shape != means[1].shape:
@@ -132,6 +132,6 @@ def warn_without_residual(views: Sequence[Any], given: inputs.TaskInput) -> None
     """Warns of a task of FDC whose samples have no residual; `views` are `statistics.View`."""
     for name, view in zip(inputs.VIEWS, views, strict=False):
         if view.residual[0] == 0.0:
-            name = inputs.name_of(f"{name} features", given.task)
+            name = inputs.input_name(f"{name} features", given.task)
             reason = f"{len(view.basis)} directions hold all variance of {len(given.rows)} samples"
             _LOGGER.warning(f"{name}: {reason}: RLC cannot judge inputs within them")

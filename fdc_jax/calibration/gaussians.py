@@ -88,7 +88,7 @@ def fit_classes(
         out = held[rows == row]
         for statistics, images in ((kept, members[~out]), (full, members)):
             statistics.means[row] = images.mean(axis=0, dtype=np.float64)
-            leading = principal(images - statistics.means[row])
+            leading = leading_directions(images - statistics.means[row])
             statistics.factors[row, : len(leading)] = leading
     scatter, added = np.zeros((2, width, width))
     for index, block in inputs.blocks(features):
@@ -108,7 +108,7 @@ def at_unit_length(features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d
     return unit(inputs.float32(features))
 
 
-def principal(centred: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "r d"]:
+def leading_directions(centred: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "r d"]:
     """Returns the leading principal directions, as long as standard deviations along them."""
     count, width = centred.shape
     if not (rank := min(RANK, count - 1, width)):
@@ -245,7 +245,7 @@ class Gaussians(Calibrator):
 
     def _compensate(self, given: inputs.TaskInput) -> None:
         """Moves the adapted view of all earlier classes by the map of a new task."""
-        name = inputs.name_of("previous features", given.task)
+        name = inputs.input_name("previous features", given.task)
         previous = given.previous
         if self.compensated is not None and self.compensated != (previous is not None):
             raise InputError(
@@ -261,7 +261,7 @@ class Gaussians(Calibrator):
         width = given.views[0].shape[1]
         before = inputs.host_array(inputs.feature_array(previous, name, width), name)
         inputs.same_length(before, given.views[0], name)
-        adapted = inputs.name_of("adapted features", given.task)
+        adapted = inputs.input_name("adapted features", given.task)
         checks.warn_of_rows({adapted: given.views[0], name: before}, given.rows)
         affine = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         counts = np.concatenate(self.counts)

@@ -32,14 +32,14 @@ class NotApplicable(InputError):
     """A calibrator cannot use input of this kind, which is not damaged."""
 
 
-def name_of(part: str, task: int) -> str:
+def input_name(part: str, task: int) -> str:
     """Returns the name of an input of a task, such as "labels", in messages."""
     return f"{part} of task {task} (from 0)"
 
 
 def missing(part: str, task: int, calibrator: str) -> NotApplicable:
     """Returns the error about an input of a task that a calibrator of a name reads."""
-    return NotApplicable(f"{name_of(part, task)}: missing, which {calibrator} reads")
+    return NotApplicable(f"{input_name(part, task)}: missing, which {calibrator} reads")
 
 
 def host_array(value: Any, name: str) -> np.ndarray:
@@ -240,14 +240,14 @@ class TaskInput(NamedTuple):
     def check_finite(self) -> None:
         """Raises InputError if a row of features is not finite in float32."""
         for name, view in zip(VIEWS, self.views, strict=False):
-            check_finite(view, name_of(f"{name} features", self.task))
+            check_finite(view, input_name(f"{name} features", self.task))
 
     def check_neighbours(self, neighbours: int) -> None:
         """Raises InputError if fewer classes have samples than there are neighbours."""
         present = int((self.counts > 0).sum())
         if present < neighbours:
             expected = f"{neighbours} neighbours need as many classes with samples"
-            raise InputError(f"{name_of('labels', self.task)}: {expected}, found {present}")
+            raise InputError(f"{input_name('labels', self.task)}: {expected}, found {present}")
 
 
 def task_views(
@@ -262,13 +262,13 @@ def task_views(
 
     `widths` are those of earlier tasks.
     """
-    names = [name_of(f"{view} features", task) for view in VIEWS]
+    names = [input_name(f"{view} features", task) for view in VIEWS]
     if widths and (len(widths) == 1) != (pretrained is None):
         had, has = ("some", "none") if pretrained is None else ("none", "some")
         expected = "give them for all tasks or for none"
         raise InputError(f"{names[1]}: earlier tasks had {had}, this one has {has}; {expected}")
     views = checked_views(adapted, pretrained, names, widths or (None, None), wait)
-    name = name_of("labels", task)
+    name = input_name("labels", task)
     labels = label_array(labels, name)
     same_length(labels, views[0], name)
     if not len(labels):
@@ -288,8 +288,8 @@ def task_classes(
     If `named` is None, the rows have the labels of the samples in ascending order. Without a head
     `num_rows` is None. Raises InputError if `named` or the head does not fit the labels.
     """
-    name = name_of("classes", task)
-    labels_name = name_of("labels", task)
+    name = input_name("classes", task)
+    labels_name = input_name("labels", task)
     present = np.unique(labels)
     classes = present if named is None else label_array(named, name)
     if len(np.unique(classes)) < len(classes):
@@ -325,7 +325,7 @@ def checked_head(head: Any, part: str, task: int, width: int, like: Any) -> Any:
     `part` is its name in messages. Raises InputError if the head is of another kind than the head
     `like`, or an array has another shape, other than real numbers, or a row that is not finite.
     """
-    name = name_of(part, task)
+    name = input_name(part, task)
     if type(head) not in KINDS:
         raise InputError(
             f"{name}: expected one of {', '.join(kind.__name__ for kind in KINDS)} "
@@ -338,7 +338,7 @@ def checked_head(head: Any, part: str, task: int, width: int, like: Any) -> Any:
     parts: dict[str, np.ndarray] = {}
     count = None
     for field, value in head._asdict().items():
-        name = name_of(f"{part} {field}", task)
+        name = input_name(f"{part} {field}", task)
         number = isinstance(value, int | float)
         array = host_array(np.asarray(value) if number else value, name)
         check_real(array, name)

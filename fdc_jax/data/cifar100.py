@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from fdc_jax.data import archive, images
-from fdc_jax.data.dataset import Dataset, noted
+from fdc_jax.data.dataset import Dataset, with_notes
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import sha256
 
@@ -70,4 +70,4 @@ def open_cifar100(
             pixel_hashes=functools.cache(lambda: [images.pixels_sha256(image) for image in pixels]),
         )
 
-    return noted(split("train"), split("test"), {})
+    return with_notes(split("train"), split("test"), {})

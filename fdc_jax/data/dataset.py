@@ -93,7 +93,7 @@ class Dataset:
         return sorted(zip(self.ids, self.labels.tolist(), self.pixel_hashes(), strict=True))
 
 
-def noted(
+def with_notes(
     train: Dataset, test: Dataset, facts: Mapping[str, Sequence[images.Facts]]
 ) -> tuple[Dataset, Dataset]:
     """Returns both splits; adds notes on their files and pictures to `skipped` of `train`.

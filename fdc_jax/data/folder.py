@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, images
-from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers, draw, noted
+from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers, draw, with_notes
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import FileState, file_state, open_regular, read_json, write_json
 
@@ -124,7 +124,7 @@ def open_folder(
 
         def read(index: int) -> bytes:
             path = files[index].path
-            encoded = content(path)
+            encoded = file_bytes(path)
             if file_state(path) != states[path]:
                 now = images.examine(encoded, str(path), upright)
                 if now.sha256 != by_path[path].sha256:
@@ -145,10 +145,10 @@ def open_folder(
             skipped=skipped,
         )
 
-    return noted(dataset("train"), dataset("test"), facts)
+    return with_notes(dataset("train"), dataset("test"), facts)
 
 
-def content(path: Path) -> bytes:
+def file_bytes(path: Path) -> bytes:
     """Returns the bytes of an image file; raises InputError if they cannot be read."""
     try:
         with open_regular(path) as file:
@@ -318,7 +318,7 @@ def _examine(
 
     def look(path: Path) -> None:
         try:
-            facts[path] = images.examine(content(path), str(path), upright)
+            facts[path] = images.examine(file_bytes(path), str(path), upright)
         except InputError as error:
             unreadable.append(str(error))
 

@@ -53,7 +53,7 @@ def _prepared_version(name: str, folder: Path) -> Path | None:
         return None
     from fdc_jax.data import tfds_format  # The import takes seconds.
 
-    return tfds_format.find(name, folder)
+    return tfds_format.newest_version(name, folder)
 
 
 def open_splits(

@@ -23,7 +23,7 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 
 from fdc_jax.data import images
-from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers, noted
+from fdc_jax.data.dataset import TEST_NAMES, Dataset, Skipped, default_workers, with_notes
 from fdc_jax.errors import InputError, escaped, line
 from fdc_jax.machine.files import file_state, open_regular, read_npz, read_object, write_npz
 
@@ -35,7 +35,7 @@ _MOST_CLASSES = 2**20
 _PIXELS = (np.uint8, np.uint16)
 
 
-def find(name: str, data_dir: Path) -> Path | None:
+def newest_version(name: str, data_dir: Path) -> Path | None:
     """Returns the folder of the newest version, or None.
 
     Folders whose name is not a version, such as those of an interrupted preparation, are skipped
@@ -120,7 +120,7 @@ def open_prepared(
             skipped=skipped,
         )
 
-    return noted(dataset("train"), dataset("test"), facts)
+    return with_notes(dataset("train"), dataset("test"), facts)
 
 
 def _facts(columns: dict[str, np.ndarray]) -> list[images.Facts]:

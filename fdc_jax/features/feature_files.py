@@ -109,7 +109,7 @@ class FeatureSet(NamedTuple):
             views, _ = inputs.task_views(task.adapted, task.labels, task.pretrained, t, widths)
             widths = [view.shape[1] for view in views]
             if task.previous is not None:
-                name = inputs.name_of("previous features", t)
+                name = inputs.input_name("previous features", t)
                 inputs.feature_array(task.previous, name, widths[0])
             for part, head in (("head", task.head), ("final head", task.final_head)):
                 if head is not None:

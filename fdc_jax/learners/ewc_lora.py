@@ -112,7 +112,7 @@ class EWCLoRA(Learner):
 
 def penalty(importance: vit.KeyValueKernels, increment: vit.Increment) -> Float[Array, ""]:
     """Returns half the sum of Omega * (A B)^2 over all entries."""
-    changes: Any = increments.products(increment)
+    changes: Any = increments.kernel_updates(increment)
     key, value = (jnp.sum(importance[name] * changes[name] ** 2) for name in ("key", "value"))
     return 0.5 * (key + value)
 

@@ -238,10 +238,10 @@ class LoDA(Learner):
                 (jnp.stack([*groups, *groups[::-1]]), jnp.stack([False, True, False, several])),
             )
             value = totals.sum() / batch.weights.sum()
-            return trained, training.Progress(progress.steps + 1, optimizer), value
+            return trained, training.StepCounter(progress.steps + 1, optimizer), value
 
         jitted = jax.jit(step, donate_argnums=(2, 3))
-        return training.Update(training.counted(transformation), jitted, schedule)
+        return training.Update(training.with_step_counter(transformation), jitted, schedule)
 
     def after_task(
         self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages

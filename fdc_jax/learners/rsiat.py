@@ -269,7 +269,7 @@ class RSIAT(Learner):
             )
             rates = {part: jnp.where(frozen["later"], later[part], first[part]) for part in trained}
             trained = training.descend(trained, directions, rates, factor)
-            return trained, training.Progress(progress.steps + 1, optimizer), value
+            return trained, training.StepCounter(progress.steps + 1, optimizer), value
 
         def schedule(epoch: int, epochs: int) -> tuple[float, float]:
             """Returns the factors on the learning rates and on the steering loss."""
@@ -277,7 +277,7 @@ class RSIAT(Learner):
             return schedule_of_rates(epoch, epochs), warm_up
 
         jitted = jax.jit(step, donate_argnums=(2, 3))
-        return training.Update(training.counted(transformation), jitted, schedule)
+        return training.Update(training.with_step_counter(transformation), jitted, schedule)
 
     def native_rates(self) -> tuple[float, ...]:
         """Returns the authors' rates for the benchmark, or else those for ImageNet-A."""

@@ -78,16 +78,16 @@ class TaskImages(NamedTuple):
     pretrained: Callable[[], LabelledFeatures]  # the same by E_0, from the cache if they are there
 
 
-class Progress(NamedTuple):
+class StepCounter(NamedTuple):
     """The state of an update whose random numbers follow from the number of steps in the task."""
 
     steps: Int[Array, ""]
     optimizer: Any
 
 
-def counted(transformation: optax.GradientTransformation) -> Callable[[Any], Progress]:
+def with_step_counter(transformation: optax.GradientTransformation) -> Callable[[Any], StepCounter]:
     """Returns the function from trained leaves to the `Progress` before the first step."""
-    return lambda trained: Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
+    return lambda trained: StepCounter(jnp.zeros((), jnp.int32), transformation.init(trained))
 
 
 def transformed(

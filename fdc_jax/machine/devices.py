@@ -179,7 +179,7 @@ class Stopwatch:
         return Elapsed(max(time.perf_counter() - self._start - compiled, 0.0), compiled)
 
 
-def describe() -> str:
+def description() -> str:
     """Returns the number and kind of the devices, such as `1 x cpu`."""
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
 

@@ -44,7 +44,7 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-def start(where: str | None) -> None:
+def join(where: str | None) -> None:
     """Joins the other processes; does nothing for None.
 
     `auto` lets JAX find them (TPU pods, SLURM, Open MPI, Kubernetes). Otherwise `HOST:PORT,0/2` is
@@ -102,7 +102,7 @@ def joined(where: str | None, ending: Ending) -> Iterator[None]:
     If all processes fail, process 0 reports the error; a process that fails alone ends at once.
     """
     try:
-        start(where)
+        join(where)
     except InputError:
         ending.at_once = True  # JAX may wait on.
         raise

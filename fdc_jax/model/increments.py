@@ -65,7 +65,7 @@ def select(stack: Increment, task: int | Int[Array, ""]) -> Increment:
     return jax.tree.map(lambda all_tasks: all_tasks[task], stack)
 
 
-def products(increment: Any) -> Any:
+def kernel_updates(increment: Any) -> Any:
     """Returns the update of every kernel: A B, the transposed B_k A_k, in float32."""
 
     def product(factors: Factors) -> Float[Array, "l d e"]:
@@ -79,7 +79,7 @@ def products(increment: Any) -> Any:
 @jax.jit
 def merge(kernels: Any, increment: Any) -> Any:
     """Returns the kernels plus the products of one increment's factors, in float32."""
-    return jax.tree.map(jnp.add, kernels, products(increment))
+    return jax.tree.map(jnp.add, kernels, kernel_updates(increment))
 
 
 @jax.jit

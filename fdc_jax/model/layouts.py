@@ -235,7 +235,7 @@ def _is_square(number: int) -> bool:
 # The architecture ---------------------------------------------------------------------------------
 
 
-def describe(
+def encoder_of(
     arrays: Mapping[str, np.ndarray], path: Path, heads: int = 0
 ) -> tuple[str, vit.Variant]:
     """Returns the name and the architecture of the encoder with arrays of a file.

@@ -101,14 +101,14 @@ def remember(weights: Weights, folder: Path) -> None:
 
 
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
-    """Returns the name and the architecture of an encoder; a file is read by `layouts.describe`.
+    """Returns the name and the architecture of an encoder; a file is read by `layouts.encoder_of`.
 
     Raises:
         InputError: the name or the file does not exist, or the file holds no supported encoder.
     """
     if weights not in NAMED:
         path = _existing(weights)
-        return layouts.describe(_read(path)[0], path, heads)
+        return layouts.encoder_of(_read(path)[0], path, heads)
     if variant not in vit.VARIANTS:
         raise InputError(
             f"config.encoder.variant: expected one of {', '.join(vit.VARIANTS)}, found "

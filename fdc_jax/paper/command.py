@@ -12,7 +12,7 @@ from fdc_jax import errors, report
 from fdc_jax.errors import InputError, StopRequest, counted
 from fdc_jax.machine.files import check_writable_folder, holder, locked, named_path
 from fdc_jax.paper import measurements, plan, workers
-from fdc_jax.paper.plan import LOCK, Input, Machines, Run, say
+from fdc_jax.paper.plan import LOCK, Input, Machines, PlannedRun, say
 from fdc_jax.paper.workers import Outcome, Worker
 from fdc_jax.report import paper, reference
 from fdc_jax.run import configuration, estimate
@@ -69,7 +69,7 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
     selects = options.select == "validation"
     if selects:
         fields = ["--config.data.validation_share=0.1", *fields]
-    runs, missing = plan.make(options, fields)
+    runs, missing = plan.planned_runs(options, fields)
     if selects and not runs[0].config.data.validation_share:
         raise InputError("--config.data.validation_share: expected a share above 0, found 0")
     unfinished = [run for run in runs if not run.results]
@@ -77,15 +77,15 @@ def sweep(options: Namespace, fields: Sequence[str]) -> int:
     ready = plan.open_inputs(needed, missing, options.fetch, options.quiet)
     if options.fetch:
         for shared, text in ready.items():
-            say(f"{plan.title(shared)}: {text}", options.quiet)
+            say(f"{plan.file_title(shared)}: {text}", options.quiet)
         return _say_missing(missing)
     machines: Machines = {}
     if options.dry_run or unfinished:
         with _stop_on_signals() as stop:
-            machines = measurements.measure(runs, options.measure, stop)
+            machines = measurements.machine_facts(runs, options.measure, stop)
     shares = workers.share_devices(options.workers, machines)
     if not options.quiet:
-        print(plan.describe(runs, ready, missing, machines), flush=True)
+        print(plan.as_text(runs, ready, missing, machines), flush=True)
     if options.dry_run:
         return 0
     failed = _perform(runs, missing, machines, shares, options)
@@ -113,12 +113,12 @@ def _stop_on_signals() -> AbstractContextManager[StopRequest]:
 
 def _say_missing(missing: dict[Input, str]) -> int:
     for shared, text in missing.items():
-        say(f"missing: {plan.title(shared)}: {text}")
+        say(f"missing: {plan.file_title(shared)}: {text}")
     return 2 if missing else 0
 
 
 def _perform(
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     missing: dict[Input, str],
     machines: Machines,
     shares: Sequence[Worker],
@@ -133,7 +133,7 @@ def _perform(
     if all(run.results for run in usable):
         return failed
 
-    def end(run: Run, outcome: Outcome) -> None:
+    def end(run: PlannedRun, outcome: Outcome) -> None:
         if outcome.code == 2:  # Other runs may share images or weights that are unusable.
             plan.open_inputs([run], missing, fetch=True)
         if outcome.code and not run.lacks(missing):
@@ -149,7 +149,9 @@ def _perform(
     return failed
 
 
-def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines) -> str:
+def _ending(
+    run: PlannedRun, outcome: Outcome, runs: Sequence[PlannedRun], machines: Machines
+) -> str:
     """Returns a line on how a run ended, and the time left if as many runs stay in parallel."""
     text = f"failed: {outcome.line}" if outcome.code else "done"
     states = [run.state for run in runs]
@@ -162,7 +164,9 @@ def _ending(run: Run, outcome: Outcome, runs: Sequence[Run], machines: Machines)
     return f"{run}: {text}; {counted(left, 'run')} left{duration}"
 
 
-def _write_report(runs: Sequence[Run], missing: dict[Input, str], options: Namespace) -> None:
+def _write_report(
+    runs: Sequence[PlannedRun], missing: dict[Input, str], options: Namespace
+) -> None:
     """Measures latencies, writes the report if it is not current, and prints its first tables."""
     usable = [run for run in runs if not run.lacks(missing) and not run.conflict]
     if not any(run.results for run in usable):

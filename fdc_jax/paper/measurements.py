@@ -13,7 +13,7 @@ from typing import Any
 
 from fdc_jax import errors
 from fdc_jax.errors import InputError, StopRequest
-from fdc_jax.paper.plan import Machines, Run, say
+from fdc_jax.paper.plan import Machines, PlannedRun, say
 from fdc_jax.run import configuration, estimate
 from fdc_jax.run.config import Config
 from fdc_jax.run.folder import RunFolder
@@ -21,7 +21,7 @@ from fdc_jax.run.folder import RunFolder
 _log = logging.getLogger(__name__)
 
 
-def measure(runs: Sequence[Run], timed: bool, stop: StopRequest) -> Machines:
+def machine_facts(runs: Sequence[PlannedRun], timed: bool, stop: StopRequest) -> Machines:
     """Returns facts about this machine for every kind of run, as far as they can be measured.
 
     On processors, training steps are timed only if `timed`.
@@ -39,7 +39,7 @@ def measure(runs: Sequence[Run], timed: bool, stop: StopRequest) -> Machines:
     return machines
 
 
-def measure_latency(runs: Sequence[Run], quiet: bool, stop: StopRequest) -> None:
+def measure_latency(runs: Sequence[PlannedRun], quiet: bool, stop: StopRequest) -> None:
     """Measures the inference latency of the first finished run of each benchmark, if unknown."""
     for run in {run.benchmark: run for run in reversed(runs) if run.results}.values():
         with suppress(InputError):  # A damaged file is written again.

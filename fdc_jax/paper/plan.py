@@ -45,7 +45,7 @@ ByInput: TypeAlias = Mapping[Input, str]  # lines about images and weights
 Machines: TypeAlias = Mapping[tuple[Any, ...], estimate.Machine]  # by `estimate.kind`
 
 
-class Run(NamedTuple):
+class PlannedRun(NamedTuple):
     """A run of the plan: one benchmark, learner and seed."""
 
     benchmark: str
@@ -116,7 +116,9 @@ def say(text: str, quiet: bool = False) -> None:
         print(f"fdc_jax.paper: {text}", file=sys.stderr, flush=True)
 
 
-def make(options: Namespace, fields: Sequence[str]) -> tuple[list[Run], dict[Input, str]]:
+def planned_runs(
+    options: Namespace, fields: Sequence[str]
+) -> tuple[list[PlannedRun], dict[Input, str]]:
     """Makes the plan: all runs in the order of seeds, learners and benchmarks.
 
     Returns the runs, and a line about every benchmark whose images are missing, by input.
@@ -154,7 +156,9 @@ def make(options: Namespace, fields: Sequence[str]) -> tuple[list[Run], dict[Inp
         settings = [*flags.values(), f"--config.seed={seed}"]
         config, _ = setups.recognise(configured(settings))
         folder = Path(options.workdir, benchmark, learner, f"seed_{seed}")
-        runs.append(Run(benchmark, learner, folder, (*settings, f"--workdir={folder}"), config))
+        runs.append(
+            PlannedRun(benchmark, learner, folder, (*settings, f"--workdir={folder}"), config)
+        )
     return runs, missing
 
 
@@ -192,14 +196,14 @@ def _simplified(name: str) -> str:
 # Images and weights -------------------------------------------------------------------------------
 
 
-def title(shared: Input) -> str:
+def file_title(shared: Input) -> str:
     """Returns the name of images or weights in tables."""
     kind, name = shared
     return paper.benchmark_title(name) if kind == "data" else f"weights {name}"
 
 
 def open_inputs(
-    runs: Sequence[Run], missing: dict[Input, str], fetch: bool, quiet: bool = True
+    runs: Sequence[PlannedRun], missing: dict[Input, str], fetch: bool, quiet: bool = True
 ) -> dict[Input, str]:
     """Opens the images and weights of all runs, as the runs would; every input once.
 
@@ -226,7 +230,7 @@ def open_inputs(
             ready[shared] = open_input(shared, configs[shared], fetch)
         except InputError as error:
             missing[shared] = str(error)
-        say(f"checked {title(shared)}", quiet)
+        say(f"checked {file_title(shared)}", quiet)
 
     with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
         list(pool.map(check, configs))
@@ -263,7 +267,7 @@ class Need(NamedTuple):
     gib: float
 
 
-def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
+def needs(runs: Sequence[PlannedRun], machines: Machines) -> list[Need]:
     """Returns the needs of every run, 0 if it is finished.
 
     The speed comes from the first known source: finished runs of the learner, finished runs with
@@ -284,7 +288,7 @@ def needs(runs: Sequence[Run], machines: Machines) -> list[Need]:
     ]
 
 
-def _need(run: Run, speeds: Mapping[Any, tuple[float, str]], machines: Machines) -> Need:
+def _need(run: PlannedRun, speeds: Mapping[Any, tuple[float, str]], machines: Machines) -> Need:
     """Returns the needs of a run that is not finished, from seconds per pass and their source."""
     kind = estimate.kind(run.config)
     size = estimate.size(run.config)
@@ -314,8 +318,8 @@ def _seconds_of_paper(benchmark: str) -> float:
     return 60 * minutes.sum(min_count=2) / passes / estimate.cost(config)
 
 
-def describe(
-    runs: Sequence[Run],
+def as_text(
+    runs: Sequence[PlannedRun],
     ready: ByInput,
     missing: ByInput,
     machines: Machines,
@@ -329,8 +333,8 @@ def describe(
     ]
     columns = ("", "benchmark", "learner", "seed", "state", "hours", "GiB", "hours of")
     lines = [tabulate(rows, columns, disable_numparse=True), ""]
-    lines += [f"{title(shared)}: {text}" for shared, text in ready.items()]
-    lines += [f"missing: {title(shared)}: {text}" for shared, text in missing.items()]
+    lines += [f"{file_title(shared)}: {text}" for shared, text in ready.items()]
+    lines += [f"missing: {file_title(shared)}: {text}" for shared, text in missing.items()]
     for run, state in zip(runs, states, strict=True):
         if state == "other":
             lines.append(f"other: {run}: {run.conflict} ({run.folder})")

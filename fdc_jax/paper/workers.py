@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 from fdc_jax import errors
 from fdc_jax.errors import InputError, StopRequest
 from fdc_jax.machine.files import InUse, locked
-from fdc_jax.paper.plan import LOCK, ByInput, Machines, Run, say
+from fdc_jax.paper.plan import LOCK, ByInput, Machines, PlannedRun, say
 
 # The program of a run. When its standard input closes (its parent died), the run saves and ends. It
 # waits 3 s first: a scheduler may signal both, and a second signal ends a run without saving.
@@ -53,7 +53,7 @@ class Worker(NamedTuple):
 
 
 # Performs a run, unless another process does; prints its lines unless the last argument is True.
-Attempt: TypeAlias = Callable[[Run, StopRequest, Worker, bool], Outcome | None]
+Attempt: TypeAlias = Callable[[PlannedRun, StopRequest, Worker, bool], Outcome | None]
 
 
 def share_devices(text: str, machines: Machines) -> list[Worker]:
@@ -97,7 +97,7 @@ def _device(platform: str, number: int) -> dict[str, str]:
     return {}
 
 
-def attempt(run: Run, stop: StopRequest, worker: Worker, quiet: bool) -> Outcome | None:
+def attempt(run: PlannedRun, stop: StopRequest, worker: Worker, quiet: bool) -> Outcome | None:
     """Runs `fdc run`, and appends its output to `log.txt`.
 
     Returns None if another process works on the run.
@@ -144,7 +144,9 @@ def attempt(run: Run, stop: StopRequest, worker: Worker, quiet: bool) -> Outcome
     return Outcome(child.returncode, _last_line(output))
 
 
-def watch(run: Run, start: int, has_ended: Callable[[], bool], label: str, quiet: bool) -> str:
+def watch(
+    run: PlannedRun, start: int, has_ended: Callable[[], bool], label: str, quiet: bool
+) -> str:
     """Returns the log of a run from a byte on when it has ended; prints its lines "after task"."""
     text, shown, ended = "", 0, False
     with open(run.log, encoding="utf-8", errors="replace") as log:
@@ -168,10 +170,10 @@ def _last_line(text: str) -> str:
 
 
 def work(
-    runs: Sequence[Run],
+    runs: Sequence[PlannedRun],
     workers: Sequence[Worker],
     attempt: Attempt,
-    end: Callable[[Run, Outcome], None],
+    end: Callable[[PlannedRun, Outcome], None],
     missing: ByInput,
     stop: StopRequest,
     quiet: bool,
@@ -235,7 +237,9 @@ def on_ray(address: str, gpus: float) -> tuple[list[Worker], Attempt]:
     count = present // gpus if gpus else resources["CPU"]
     remote = ray.remote(_in_worker).options(num_gpus=gpus, max_retries=0)
 
-    def attempt_on_ray(run: Run, stop: StopRequest, worker: Worker, quiet: bool) -> Outcome | None:
+    def attempt_on_ray(
+        run: PlannedRun, stop: StopRequest, worker: Worker, quiet: bool
+    ) -> Outcome | None:
         run.folder.mkdir(parents=True, exist_ok=True)
         run.log.touch()
         start = run.log.stat().st_size
@@ -256,6 +260,6 @@ def on_ray(address: str, gpus: float) -> tuple[list[Worker], Attempt]:
     return [Worker("", {}, ()) for _ in range(int(count))], attempt_on_ray
 
 
-def _in_worker(run: Run, worker: Worker, folder: str) -> Outcome | None:
+def _in_worker(run: PlannedRun, worker: Worker, folder: str) -> Outcome | None:
     os.chdir(folder)
     return attempt(run, StopRequest(), worker, True)

@@ -28,7 +28,7 @@ from fdc_jax.machine.files import (
     write_npz,
 )
 from fdc_jax.posthoc import methods
-from fdc_jax.posthoc.methods import Outcome
+from fdc_jax.posthoc.methods import FittedMethod
 
 _LOGGER = logging.getLogger("fdc_jax.posthoc")
 # Settings of all methods with their defaults. RanPAC and AnaCP take minutes with their own number
@@ -131,7 +131,7 @@ def _settings(
 
 def _outcomes(
     file: Path, names: Sequence[str], settings: Mapping[str, Any], renumbered: bool = False
-) -> tuple[feature_files.FeatureSet, dict[str, Outcome], dict[str, str]]:
+) -> tuple[feature_files.FeatureSet, dict[str, FittedMethod], dict[str, str]]:
     """Returns a file's features, outcomes by method, and reasons why others do not apply.
 
     Raises InputError if an array is damaged, whatever the methods, or if no method applies.

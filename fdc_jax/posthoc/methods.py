@@ -20,7 +20,7 @@ from fdc_jax.machine.versions import versions
 SHIFTED = 0.5
 
 
-class Outcome(NamedTuple):
+class FittedMethod(NamedTuple):
     """A calibrator fitted on a feature file, and its scores of the test features."""
 
     name: str
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
         return self.components["full"]
 
 
-def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome:
+def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> FittedMethod:
     """Returns a method fitted task by task, with scores of all test features by the final heads.
 
     Settings of other methods are ignored. Raises NotApplicable if the method cannot use features of
@@ -52,11 +52,11 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
     if unscored.any():
         row = int(np.argmax(unscored))
         raise NotApplicable(f"test_adapted: row {row} has no finite score by {name}")
-    return Outcome(name, calibrator, components, fit, score_seconds)
+    return FittedMethod(name, calibrator, components, fit, score_seconds)
 
 
 def task_confusions(
-    features: FeatureSet, outcomes: Mapping[str, Outcome]
+    features: FeatureSet, outcomes: Mapping[str, FittedMethod]
 ) -> dict[str, list[list[int]]]:
     """Returns the test samples by true task (row) and chosen task (column), by method."""
     true, count = features.test_tasks, len(features.tasks)
@@ -89,7 +89,7 @@ def shift_warning(confusions: Mapping[str, Any]) -> str:
     )
 
 
-def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+def results(features: FeatureSet, outcomes: Mapping[str, FittedMethod]) -> dict[str, Any]:
     """Returns JSON values by quantity and method, named as in `results.json` of a run.
 
     Without test labels there are no accuracies, in percent, and without `raw` no gains.
@@ -118,7 +118,7 @@ def results(features: FeatureSet, outcomes: Mapping[str, Outcome]) -> dict[str, 
     parts = outcomes[FDC.name].components if FDC.name in outcomes else {}
     return {
         **sizes,
-        **msgspec.to_builtins(evaluation.measure(scores, labels, tasks)),
+        **msgspec.to_builtins(evaluation.measures(scores, labels, tasks)),
         "task_confusion": task_confusions(features, outcomes),
         "gain": {
             name: evaluation.sample_gain(labels, raw, answers.label)._asdict()

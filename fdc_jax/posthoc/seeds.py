@@ -51,7 +51,7 @@ def feature_run(
     source: Path,
     features: FeatureSet,
     labels: Int[np.ndarray, " c"],
-    outcomes: Mapping[str, methods.Outcome],
+    outcomes: Mapping[str, methods.FittedMethod],
 ) -> FeatureRun:
     """Returns the results of calibrators on a feature file.
 

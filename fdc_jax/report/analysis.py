@@ -94,7 +94,7 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], pd.Data
 
 
 @functools.lru_cache(1000)  # many numbers of a run ask for them
-def untrained(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
+def untrained_labels(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     """Returns the labels of test images by column, such as `ncm-pretrained_label`.
 
     Empty if the run has no saved features of E_0 for its predictions.

@@ -33,7 +33,7 @@ COMPONENT_TITLES: dict[str, str] = NUMBERS["components"]
 
 @functools.cache
 def published() -> pd.DataFrame:
-    """Returns the rows of `paper.csv` under the names of our numbers, for `rows.compare`.
+    """Returns the rows of `paper.csv` under the names of our numbers, for `rows.with_published`.
 
     FDC has all components; those that the paper selects for a learner have their own name and
     `selected`. An average that the paper does not give is that of its means of all five benchmarks.

@@ -46,7 +46,7 @@ TABLE = msgspec.json.decode(
 SWEPT = [name for name, quantity in TABLE.items() if quantity.swept]
 
 
-def find(quantity: str) -> Quantity:
+def row_of(quantity: str) -> Quantity:
     """Returns the row of a quantity such as `gain` or `attenuation=0.25`."""
     return TABLE[quantity.partition("=")[0]]
 
@@ -69,11 +69,11 @@ def parse(name: str) -> tuple[str, str]:
     )
 
 
-def name_of(calibrator: str, quantity: str) -> str:
+def column_name(calibrator: str, quantity: str) -> str:
     """Returns the name in files, from which `parse` reads calibrator and quantity."""
     if quantity == "accuracy":
         return calibrator
-    return f"{quantity}:{calibrator}" if find(quantity).of else quantity
+    return f"{quantity}:{calibrator}" if row_of(quantity).of else quantity
 
 
 def measured(
@@ -85,7 +85,7 @@ def measured(
 
     Args:
         results: content of its `results.json`.
-        untrained: accuracies of calibrators of `analysis.untrained`.
+        untrained: accuracies of calibrators of `analysis.untrained_labels`.
         latency: content of its `latency.json`.
     """
     accuracies = dict(untrained or {}) | _accuracies(results, results.learner)

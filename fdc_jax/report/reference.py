@@ -85,7 +85,7 @@ def check_matches(path: str | Path, lines: pd.DataFrame, known: set[tuple[str, s
     Raises:
         InputError: no line is about one of the runs, or accuracies are fractions.
     """
-    ranges = [quantities.find(name) for name in lines["quantity"]]
+    ranges = [quantities.row_of(name) for name in lines["quantity"]]
     values: Any = lines["value"][[(of.low, of.high) == (0, 100) for of in ranges]]
     if 0 < values.max() <= 1:
         raise InputError(f"{path}: expected percent, found fractions such as {values.max():g}")

@@ -34,13 +34,15 @@ def over_seeds(numbers: pd.DataFrame, column: str = "value") -> pd.DataFrame:
 def summarise(numbers: pd.DataFrame) -> pd.DataFrame:
     """Returns `over_seeds` with intervals cut to the range of the quantity."""
     table = over_seeds(numbers)
-    ranges = [quantities.find(name) for name in table.index.get_level_values("quantity")]
+    ranges = [quantities.row_of(name) for name in table.index.get_level_values("quantity")]
     table["low"] = np.maximum(table["low"], [of.low for of in ranges])
     table["high"] = np.minimum(table["high"], [of.high for of in ranges])
     return table
 
 
-def compare(summary: pd.DataFrame, numbers: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+def with_published(
+    summary: pd.DataFrame, numbers: pd.DataFrame, published: pd.DataFrame
+) -> pd.DataFrame:
     """Adds published means, deviations and differences with 95 % intervals to a summary.
 
     The interval is Welch's. If published numbers have seeds of ours, both means are over these

@@ -80,8 +80,8 @@ class Group:
 
     @functools.cached_property
     def rows(self) -> pd.DataFrame:
-        """Rows of `rows.compare` beside the paper's, by calibrator and quantity."""
-        compared = rows.compare(self.summary, self.numbers, paper.published()).reset_index()
+        """Rows of `rows.with_published` beside the paper's, by calibrator and quantity."""
+        compared = rows.with_published(self.summary, self.numbers, paper.published()).reset_index()
         return compared.set_index(["calibrator", "quantity"], drop=False)
 
     @functools.cached_property
@@ -223,8 +223,10 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
-    """Returns labels and tasks of `predictions.npz`, and labels of `analysis.untrained`."""
-    columns = analysis.untrained(run) | (run.predictions if run.predictions_file.exists() else {})
+    """Returns labels and tasks of `predictions.npz`, and labels of `analysis.untrained_labels`."""
+    columns = analysis.untrained_labels(run) | (
+        run.predictions if run.predictions_file.exists() else {}
+    )
     return {name: rows for name, rows in columns.items() if name.endswith(("label", "task"))}
 
 
@@ -282,7 +284,7 @@ def group(runs: Sequence[Any]) -> list[Group]:
 def _numbers(run: Any) -> pd.DataFrame:
     untrained = {
         name.removesuffix("_label"): evaluation.accuracy(run.predictions["label"], labels)
-        for name, labels in analysis.untrained(run).items()
+        for name, labels in analysis.untrained_labels(run).items()
     }
     numbers = quantities.measured(run.results, untrained, run.read_latency())
     return _of_run(numbers, run.results)
@@ -364,7 +366,7 @@ def summary(group: Group) -> dict[str, Any]:
         of = row.where(row.notna(), None).to_dict()
         by_seed = group.values(calibrator, quantity)
         of["by_seed"] = {str(seed): value for seed, value in by_seed.items()}
-        numbers[quantities.name_of(calibrator, quantity)] = of
+        numbers[quantities.column_name(calibrator, quantity)] = of
     return summary
 
 

@@ -228,7 +228,7 @@ def _labelled(rows: pd.DataFrame, names: Mapping[str, str]) -> pd.DataFrame:
 
 def _mean(row: Any, side: str = "") -> Any:
     """Formats the mean and the deviation of ours, or of the side `paper_`."""
-    signed = quantities.find(row.quantity).signed
+    signed = quantities.row_of(row.quantity).signed
     mean, std = (getattr(row, f"{side}{name}") for name in ("mean", "std"))
     return formatting.mean(mean, std, signed=signed)
 
@@ -263,13 +263,13 @@ def _ours(groups: Sequence[Group], published: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows of groups and of averages over the paper's benchmarks, compared."""
     summary = pd.concat([group.summary for group in groups])
     numbers = pd.concat([group.numbers for group in groups])
-    ours = rows.compare(summary, numbers, published)
+    ours = rows.with_published(summary, numbers, published)
     five = ours[ours.index.isin(paper.benchmarks(), level="benchmark")]
     by_learner = five.groupby(level=rows.KEY[1:], sort=False)["mean"]
     complete = by_learner.size() == len(paper.benchmarks())
     averages = by_learner.mean()[complete].to_frame().reindex(columns=summary.columns)
     averages = pd.concat({paper.AVERAGE: averages}, names=["benchmark"])
-    averages = rows.compare(averages, numbers[:0], published)
+    averages = rows.with_published(averages, numbers[:0], published)
     return pd.concat([ours, averages]).reset_index()
 
 
@@ -379,7 +379,7 @@ def of_reference(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group])
 
     def names(_: str, groups: Sequence[Group]) -> dict[str, str]:
         of = lines[lines["learner"] == groups[0].learner]
-        listed = map(quantities.name_of, of["calibrator"], of["quantity"])
+        listed = map(quantities.column_name, of["calibrator"], of["quantity"])
         return {name: name for name in listed}
 
     ours = _ours(groups, lines)
@@ -399,7 +399,7 @@ def of_reference(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group])
 _PARTS = {"tsf": "TSF", "pac+rlc_pretrained_view": "E_0", "pac+rlc_adapted_view": "E_T"}
 
 
-def selected(least: Mapping[str, float]) -> str:
+def components_key(least: Mapping[str, float]) -> str:
     """Returns the key of the components that the runs of a learner select.
 
     The paper's rule ("Plug-and-Play Calibration"): a component is enabled if its stand-alone gain,
@@ -459,13 +459,15 @@ def of_selection(groups: Sequence[Group]) -> Table:
     for (learner, title), by_seed in grouped:
         own = by_seed.groupby("benchmark", sort=False).mean()
         least = own.min()
-        chosen = selected(least)
+        chosen = components_key(least)
         keys = {"the paper's choice": "selected", "own choice": chosen, "all components": "full"}
         row = {part: number(least[key], signed=True) for key, part in _PARTS.items()}
         row["own choice"] = paper.COMPONENT_TITLES[chosen]
         row["the paper's choice"] = paper.COMPONENT_TITLES[learners.selected(learner)]
         if (learner, title) in held_out.index.droplevel([2, 3]):
-            validated = selected(held_out.loc[learner, title].groupby("benchmark").mean().min())
+            validated = components_key(
+                held_out.loc[learner, title].groupby("benchmark").mean().min()
+            )
             keys["choice by validation"] = validated
             row["choice by validation"] = paper.COMPONENT_TITLES[validated]
             alike = [of for of in groups if (of.learner, of.title) == (learner, title)]

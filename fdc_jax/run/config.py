@@ -38,7 +38,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """Fields of a configuration."""
 
 
-class Encoder(Section, frozen=True):
+class EncoderSettings(Section, frozen=True):
     """The pretrained encoder E_0."""
 
     variant: Annotated[
@@ -108,7 +108,7 @@ class Data(Section, frozen=True):
     ] = 4.0
 
 
-class Learner(Section, frozen=True):
+class LearnerSettings(Section, frozen=True):
     """The learner; `type_for` adds a section for the options of each learner."""
 
     name: Annotated[str, Meta(description="see the README, or the module of your own")] = (
@@ -225,9 +225,9 @@ class Config(Section, frozen=True):
         RESUME,
         Meta(description="write tables, figures and a page into the work directory at the end"),
     ] = True
-    encoder: Encoder = Encoder()
+    encoder: EncoderSettings = EncoderSettings()
     data: Data = Data()
-    learner: Learner = Learner()
+    learner: LearnerSettings = LearnerSettings()
     train: Train = Train()
     calibrators: Annotated[
         str, Meta(description="fitted and evaluated after every task; names as in `fdc posthoc`")
@@ -271,7 +271,7 @@ def type_for(learner: type[learners.Learner], benchmark: str) -> type[Config]:
     """Returns the type of settings with the options of a learner and of the package's learners."""
     sections = learners.option_types(learner, benchmark)
     options = [(name, section, section()) for name, section in sections.items()]
-    chosen = msgspec.defstruct("Learner", options, bases=(Learner,))
+    chosen = msgspec.defstruct("Learner", options, bases=(LearnerSettings,))
     fields = [("learner", chosen, chosen())]
     # Pickled as plain values, for other processes.
     pickled = {"__reduce__": lambda config: (of_values, (msgspec.to_builtins(config),))}

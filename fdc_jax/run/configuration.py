@@ -155,7 +155,7 @@ def changed(config: Config, **sections: Fields) -> Config:
     return structs.replace(config, **new)
 
 
-def describe(config: ml_collections.ConfigDict) -> list[str]:
+def help_lines(config: ml_collections.ConfigDict) -> list[str]:
     """Returns a line for every field, with its flag, value and description."""
     values, lines = flatten(config), []
     for name, metas in fields(type_for(learners.find(values["learner.name"]), "")):

@@ -57,7 +57,7 @@ class Machine(NamedTuple):
     chips: int  # devices that a process can have for itself
 
 
-def task_sizes(config: Config) -> tuple[int, ...]:
+def planned_task_sizes(config: Config) -> tuple[int, ...]:
     """Returns the number of classes of each task of a benchmark, also beyond `num_tasks`."""
     benchmark = benchmarks.BENCHMARKS[config.benchmark]
     name, count = benchmark.name, benchmark.num_classes
@@ -68,7 +68,7 @@ def size(config: Config) -> Size:
     """Returns the size of a run on a benchmark, from the table of benchmarks."""
     benchmark = benchmarks.BENCHMARKS[config.benchmark]
     data = config.data
-    sizes = task_sizes(config)[: config.num_tasks or None]
+    sizes = planned_task_sizes(config)[: config.num_tasks or None]
     share = sum(sizes) / benchmark.num_classes
 
     def images(count: int, limit: int) -> int:
@@ -126,7 +126,7 @@ def machine(configs: Mapping[Any, Config], timed: bool) -> Machine:
     mesh, built = devices.data_mesh(), {}
     for key, config in configs.items():
         model = setups.build_model(config, mesh)
-        built[key] = setups.make_learner(config, model, task_sizes(config), mesh)
+        built[key] = setups.make_learner(config, model, planned_task_sizes(config), mesh)
     first = mesh.devices.flat[0]
     key, learner = next(iter(built.items()))
     seconds = None
@@ -136,7 +136,7 @@ def machine(configs: Mapping[Any, Config], timed: bool) -> Machine:
         seconds,
         state_bytes={key: state_bytes(learner) for key, learner in built.items()},
         width=learner.setup.variant.width,
-        device=devices.describe(),
+        device=devices.description(),
         platform=first.platform,
         # Two devices of an older TPU share a chip.
         chips=len({getattr(device, "coords", device.id) for device in mesh.local_devices}),
@@ -229,7 +229,7 @@ def _size(setup: Setup) -> Size:
     return Size(sum(map(len, tasks.train_indices)), len(tasks.test_indices), len(tasks.tasks))
 
 
-def describe(setup: Setup, num_seeds: int) -> str:
+def time_and_memory(setup: Setup, num_seeds: int) -> str:
     """Returns the line of a set-up with the time and the GiB of a seed."""
     config, learner, size = setup.config, setup.learner, _size(setup)
     image = seconds_of_pass(config, learner, setup.backbone)

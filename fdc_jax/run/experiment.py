@@ -77,7 +77,7 @@ def run(work: Work, point: ResumePoint) -> dict[str, Any]:
             record.timing = structs.replace(record.timing, **timing)
             record.peak_memory = records.Memory(training=work.log.peak_memory, **memory)
             folder.write_record(record)
-            work.progress.line(evaluation.describe(record, task, num_tasks))
+            work.progress.line(evaluation.accuracy_line(record, task, num_tasks))
         work.save(ResumePoint(work.cursor(task, "done"), calibrators, state))
         folder.remove_previous(task)
     work.checkpoints.wait()
@@ -217,7 +217,7 @@ def evaluate(
         earlier={n: 100 * float(np.mean(s.task < true_tasks)) for n, s in scores.items()},
         later={n: 100 * float(np.mean(s.task > true_tasks)) for n, s in scores.items()},
     )
-    measures = evaluation.measure(scores, labels, true_tasks, confidences)
+    measures = evaluation.measures(scores, labels, true_tasks, confidences)
     return records.Record(
         task=task,
         test_images=len(labels),

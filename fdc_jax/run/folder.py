@@ -139,7 +139,7 @@ class RunFolder:
     @processes.on_first
     def _write_config(self, setup: Setup, seed: int) -> None:
         config = structs.replace(setup.config, seed=(seed,))
-        new = SavedConfig(config, setups.content(setup), {})
+        new = SavedConfig(config, setups.run_content(setup), {})
         if not self.config_file.exists():
             if self.results_file.exists() or self.checkpoints_folder.exists():
                 raise InputError(

@@ -266,4 +266,4 @@ def _flattened(images: Any) -> Iterator[Path | np.ndarray | Image.Image]:
 
 
 def _content(image: Path | Image.Image) -> bytes | Image.Image:
-    return folder.content(image) if isinstance(image, Path) else image
+    return folder.file_bytes(image) if isinstance(image, Path) else image

@@ -81,7 +81,7 @@ class Record(Measures, kw_only=True):
     peak_memory: Memory = msgspec.field(default_factory=Memory)
 
 
-class Encoder(msgspec.Struct, kw_only=True):
+class EncoderRecord(msgspec.Struct, kw_only=True):
     """The encoder of a run."""
 
     variant: Name = ""
@@ -143,7 +143,7 @@ class Results(msgspec.Struct, kw_only=True):
     notes: dict[Name, Name] = {}
     peak_memory_bytes: dict[Name, Count | None] = {}  # of `training`, and what calibrators added
     timing: Timing | None = None  # None if a task was not evaluated
-    encoder: Encoder | None = None  # None for a run of `fdc posthoc`, from features
+    encoder: EncoderRecord | None = None  # None for a run of `fdc posthoc`, from features
     data: Images = msgspec.field(default_factory=Images)
     skipped: dict[Name, str] = {}  # paths of images by reason
     device: Name = ""

@@ -61,7 +61,7 @@ def collect(
         notes={name: c.note for name, c in calibrators.items() if c.note},
         peak_memory_bytes=_peak_memory([record.peak_memory for record in evaluations]),
         timing=_timing([record.timing for record in evaluations]) if complete else None,
-        encoder=records.Encoder(
+        encoder=records.EncoderRecord(
             variant=config.encoder.variant,
             weights=setup.pretrained.path.name,
             sha256=setup.pretrained.sha256,
@@ -72,7 +72,7 @@ def collect(
         ),
         data=records.Images(train_sha256=tasks.train.checksum, test_sha256=tasks.test.checksum),
         skipped=tasks.train.skipped.counts(limit=20),
-        device=devices.describe(),
+        device=devices.description(),
         config=configuration.flatten(config) | {"seed": [seed]},
         versions=versions(),
     )

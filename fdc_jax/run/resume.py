@@ -70,7 +70,7 @@ def resume(setup: Setup, seed: int, checkpoints: Checkpoints) -> ResumePoint:
     """Returns the newest resume point of a run, or its start; raises InputError."""
     point = newest(setup, seed, checkpoints)
     if point is None:
-        return start(setup)
+        return first_point(setup)
     if not point.calibrators:
         raise InputError(
             f"{checkpoints.folder}: are of fdc_jax 0.2.0; resume the run with that version, or "
@@ -79,7 +79,7 @@ def resume(setup: Setup, seed: int, checkpoints: Checkpoints) -> ResumePoint:
     return point
 
 
-def start(setup: Setup) -> ResumePoint:
+def first_point(setup: Setup) -> ResumePoint:
     """Returns the point before the first task."""
     settings = structs.asdict(setup.config.fdc)
     calibrators = {}

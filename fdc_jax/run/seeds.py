@@ -45,7 +45,7 @@ def run(
         processes.check_same(shared | setups.checksums(setup, setup.tasks))
         processes.on_first(weights.remember)(setup.pretrained, setup.cache)
         if not quiet:
-            print(describe(setup), file=sys.stderr, flush=True)
+            print(opening_lines(setup), file=sys.stderr, flush=True)
         lock = processes.on_first(lambda folder: stack.enter_context(locked(folder / ".lock")))
         for folder in folders.values():
             lock(folder)
@@ -85,7 +85,7 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
         for seed, folder in folders.items():
             if differing := RunFolder(folder).differing(fields | {"seed": [seed]}):
                 raise InputError(f"{folder} holds another run: {differing}")
-        return f"{describe(setup)}\n{estimate.describe(setup, len(folders))}"
+        return f"{opening_lines(setup)}\n{estimate.time_and_memory(setup, len(folders))}"
 
 
 def _set_up(config: Config, workdir: str, quiet: bool) -> tuple[Setup, dict[int, Path]]:
@@ -163,7 +163,7 @@ def _answer_untrained(
     print(text, file=sys.stderr, flush=True)
 
 
-def describe(setup: Setup) -> str:
+def opening_lines(setup: Setup) -> str:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
     config, tasks, pretrained = setup.config, setup.tasks, setup.pretrained
     first, last = tasks.classes_per_task[0], tasks.classes_per_task[-1]
@@ -174,7 +174,7 @@ def describe(setup: Setup) -> str:
     trained = setups.trained_parameters(setup)
     skipped = tasks.train.skipped.text()
     return (
-        f"device     {devices.describe()}, precision {config.precision}\n"
+        f"device     {devices.description()}, precision {config.precision}\n"
         f"learner    {config.learner.name}, {trained:,} trained parameters a task\n"
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
         f"{config.data.input_range}\n"

@@ -232,7 +232,7 @@ def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
     encoder_fields = {name for name in fields if name.startswith("encoder.")} - {"encoder.weights"}
     settings = {name: fields[name] for name in (*run_fields, *encoder_fields)}
     settings["encoder.attention"] = encoders.learner.setup.model.attention
-    settings |= {"devices": devices.describe(), "jax": jax.__version__}
+    settings |= {"devices": devices.description(), "jax": jax.__version__}
     settings["architecture"] = architecture(encoders)
     return FeatureCache(encoders.cache / "features", checksums(encoders, tasks) | settings)
 
@@ -272,7 +272,7 @@ def checksums(encoders: Encoders, tasks: TaskStream) -> dict[str, str]:
     }
 
 
-def content(setup: Setup) -> Content:
+def run_content(setup: Setup) -> Content:
     """Returns the weights, images and classes of a set-up."""
     classes = {CLASSES: setup.tasks.class_checksums, PLANNED: setup.tasks.planned}
     return convert(checksums(setup, setup.tasks) | classes, Content)

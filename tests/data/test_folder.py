@@ -428,7 +428,7 @@ def test_image_file_above_one_gib_is_not_read(tmp_path):
     with open(tmp_path / "big.png", "wb") as file:
         file.truncate(2**30 + 1)
     with input_error(r"/big.png: expected an image of at most 1 GiB, found 1,0"):
-        folder.content(tmp_path / "big.png")
+        folder.file_bytes(tmp_path / "big.png")
 
 
 def test_unreadable_folder_is_an_error(divided, opened, monkeypatch):

@@ -387,7 +387,7 @@ def test_only_regular_files_are_opened(tmp_path, kind):
         os.mkfifo(path)
     if kind == "folder":
         path.mkdir()
-    for read in (read_json, read_npy, read_npz, read_safetensors, sha256, folder.content):
+    for read in (read_json, read_npy, read_npz, read_safetensors, sha256, folder.file_bytes):
         with input_error(f"^{path}: .*regular file"):
             read(path)
 
@@ -397,7 +397,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
     (tmp_path / "x").write_text(text)
 
     def decode(path):
-        images.decode(folder.content(path), "x")
+        images.decode(folder.file_bytes(path), "x")
 
     def unpack(path):
         archive.unpack(path, tmp_path / "cache")

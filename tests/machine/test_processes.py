@@ -21,7 +21,7 @@ from tests.errors import input_error
 def test_wrong_process_numbers_are_refused(where, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
     with input_error(f"expected HOST:PORT,0/2 or auto, found {where}$"):
-        processes.start(where)
+        processes.join(where)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_port_in_use_is_refused_before_jax_gets_it(listener, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
     port = listener.getsockname()[1]
     with input_error(f"^--distributed=.*: port {port} is in use, perhaps by"):
-        processes.start(f"127.0.0.1:{port},0/2")
+        processes.join(f"127.0.0.1:{port},0/2")
 
 
 # Joins with short limits, as a process of `fdc run`.
@@ -90,7 +90,7 @@ def test_missing_cluster_of_jax_is_one_line(monkeypatch):
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     with input_error("--distributed=auto: JAX found no job"):
-        processes.start("auto")
+        processes.join("auto")
 
 
 def test_an_agreement_is_asked_for_every_few_calls_and_stays():

@@ -197,7 +197,7 @@ def test_heads_follow_from_timms_architecture(tmp_path, architecture, width, hea
     names = ("cls_token", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
     names += ("blocks.0.mlp.fc2.weight", "pos_embed")
     arrays = smallest(width, names, positions="dinov3" not in architecture)
-    _, variant = layouts.describe(arrays, tmp_path / "model.safetensors")
+    _, variant = layouts.encoder_of(arrays, tmp_path / "model.safetensors")
     assert variant.heads == heads
 
 
@@ -216,7 +216,7 @@ def test_omitted_fields_have_the_defaults_of_the_library(tmp_path, model_type, a
     names = ("embeddings.cls_token", "embeddings.patch_embeddings.projection.weight")
     names += ("encoder.layer.0.mlp.fc1.weight", "encoder.layer.0.mlp.fc2.weight")
     arrays = smallest(24, (*names, "embeddings.position_embeddings"))
-    _, variant = layouts.describe(arrays, tmp_path / "model.safetensors")
+    _, variant = layouts.encoder_of(arrays, tmp_path / "model.safetensors")
     assert (variant.heads, variant.activation, variant.epsilon) == (12, activation, epsilon)
 
 
@@ -332,4 +332,4 @@ def test_augreg_files_of_every_size_are_recognised(name):
     shapes = traverse_util.flatten_dict(vit.parameter_shapes(model, variant.image_size), sep="/")
     zero = np.float32(0)
     arrays = {key: np.broadcast_to(zero, leaf.shape) for key, leaf in shapes.items()}
-    assert layouts.describe(arrays, FOLDER / "augreg.npz") == (name, variant)
+    assert layouts.encoder_of(arrays, FOLDER / "augreg.npz") == (name, variant)

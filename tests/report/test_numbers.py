@@ -96,7 +96,7 @@ def test_names_of_quantities_are_read_as_written(quantity, calibrator, value):
         calibrator, quantity = "fdc", f"{quantity}={value:g}"
     elif row.of != "calibrators":
         calibrator = row.of[0] if row.of else ""
-    name = quantities.name_of(calibrator, quantity)
+    name = quantities.column_name(calibrator, quantity)
     assert quantities.parse(name) == (calibrator, quantity)
 
 

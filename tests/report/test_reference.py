@@ -112,7 +112,7 @@ def compared(accuracies, mean, std, n, by_seed):
     numbers = numbers.assign(settings="", **names)
     published = pd.DataFrame({"seed": [np.nan, *by_seed], "value": [mean, *by_seed.values()]})
     published = published.assign(std=std, n=n, **names)
-    return rows.compare(rows.summarise(numbers), numbers, published).iloc[0]
+    return rows.with_published(rows.summarise(numbers), numbers, published).iloc[0]
 
 
 @settings(deadline=None, max_examples=20)

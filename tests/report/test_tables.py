@@ -111,7 +111,9 @@ def test_runs_without_components_have_no_selection():
     ],
 )
 def test_components_with_a_gain_are_selected(gains, expected):
-    assert tables.selected(dict(zip((TSF, PRETRAINED, ADAPTED), gains, strict=True))) == expected
+    assert (
+        tables.components_key(dict(zip((TSF, PRETRAINED, ADAPTED), gains, strict=True))) == expected
+    )
     assert settings.COMPONENTS[expected].get("tsf", True) == (gains[0] > 0)
 
 

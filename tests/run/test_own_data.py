@@ -17,7 +17,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.learners.inflora import InfLoRA
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
-from fdc_jax.run.seeds import describe
+from fdc_jax.run.seeds import opening_lines
 from tests import small_runs
 from tests.small_runs import stopped
 
@@ -280,8 +280,8 @@ def test_defaults_for_own_images_are_stated_and_saved(cache, tmp_path):
     add(source, *OLD)
     setup = setups.build(config(source, cache, **fields), quiet=True)
     assert (setup.config.train.epochs, setup.tasks.planned) == (40, (2, 2))
-    assert "training   40 epochs of batches of 6, 2 classes a task\n" in describe(setup)
-    assert "input range model" in describe(setup)
+    assert "training   40 epochs of batches of 6, 2 classes a task\n" in opening_lines(setup)
+    assert "input range model" in opening_lines(setup)
     known = task_stream.LearnedClasses(setup.tasks.class_checksums, setup.tasks.planned)
     add(source, *NEW)
     assert setups.build(config(source, cache, **fields), True, known).tasks.planned == (2, 2, 2, 1)
@@ -294,7 +294,7 @@ def test_the_scale_of_grey_is_stated_and_saved(cache, tmp_path):
     setup = setups.build(config(tmp_path / "trees", cache, classes_per_task=0), quiet=True)
     assert setup.config.data.grey_bits == 13
     text = "images     grey images whose 13 bits are scaled to 8: 1 (train/ash/grey.png)"
-    assert text in describe(setup).splitlines()
+    assert text in opening_lines(setup).splitlines()
 
 
 def test_an_order_is_read_from_its_file(tmp_path):

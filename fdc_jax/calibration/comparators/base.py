@@ -97,7 +97,7 @@ class Comparator(Calibrator):
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         checked = super()._head(head, task, width, first)
         if self.needs_linear and not isinstance(checked, LinearHead):
-            name = inputs.name_of("head", task)
+            name = inputs.input_name("head", task)
             kind = f"found a {type(head).__name__}"
             raise inputs.NotApplicable(f"{name}: {self.name} needs linear heads, {kind}")
         return checked

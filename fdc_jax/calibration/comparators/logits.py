@@ -9,7 +9,7 @@ from scipy.special import log_softmax, logsumexp, softmax
 from fdc_jax.calibration.calibrator import Scores, within_tasks
 from fdc_jax.calibration.comparators.base import Comparator
 from fdc_jax.calibration.comparators.distances import squared_distances
-from fdc_jax.calibration.inputs import NotApplicable, name_of
+from fdc_jax.calibration.inputs import NotApplicable, input_name
 from fdc_jax.heads import NORM_FLOOR, Head, LinearHead
 
 
@@ -120,7 +120,7 @@ class WeightAligning(Raw):
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         head = super()._head(head, task, width, first)
         if not _mean_norm(head):
-            name = name_of("head weight", task)
+            name = input_name("head weight", task)
             raise NotApplicable(f"{name}: all rows are zero; wa scales them")
         return head
 
