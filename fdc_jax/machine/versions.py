@@ -1,6 +1,6 @@
 """Versions of the package and of its libraries; importing this loads nothing else."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
 
 
