@@ -145,9 +145,10 @@ def test_numbers_of_digits():
             assert cell in ("", shown(numbers[prefix + calibrator])), name
 
 
-def test_numbers_of_e2_lora_on_digits():
+@pytest.mark.parametrize("name", ["digits_e2_lora", "cifar100_reduced_e2_lora"])
+def test_numbers_of_e2_lora(name):
     page = (REPOSITORY / "docs/results.md").read_text()
-    runs = [run["accuracy"] for run in saved("digits_e2_lora")["runs"]]
+    runs = [run["accuracy"] for run in saved(name)["runs"]]
     for calibrator in ("raw", "fdc", "gaussians"):
         assert spread([run[calibrator] for run in runs]) in page
 
