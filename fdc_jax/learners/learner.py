@@ -61,10 +61,11 @@ def noted(learner: type, method: str) -> Iterator[None]:
     except Exception as error:
         if not any(note.startswith("learner: ") for note in getattr(error, "__notes__", ())):
             code = inspect.unwrap(getattr(learner, method)).__code__
-            expected = inspect.signature(getattr(Learner, method))
+            parameters = inspect.signature(getattr(Learner, method)).parameters.values()
+            passed = [p.name for p in parameters if p.default is inspect.Parameter.empty]
             error.add_note(
                 f"learner: {learner.__name__}.{method} in {code.co_filename}, line "
-                f"{code.co_firstlineno}; expected {method}{expected}"
+                f"{code.co_firstlineno}; expected {method}({', '.join(passed)})"
             )
         raise
 
@@ -121,7 +122,8 @@ class Learner:
         """Returns the type of the learner's options, with their defaults on a benchmark.
 
         Raises:
-            TypeError: an option has no default, or the class with options is no dataclass.
+            TypeError: an option has no default or no description, or the class with options is no
+            dataclass.
         """
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = dataclasses.fields(cls)[1:]  # without `setup`
@@ -135,7 +137,13 @@ class Learner:
             default = field.default
             if default is dataclasses.MISSING:
                 raise TypeError(f"expected a default of {field.name}, found none")
-            for meta in getattr(hints[field.name], "__metadata__", ()):
+            metas = getattr(hints[field.name], "__metadata__", ())
+            if not any(meta.description for meta in metas):
+                raise TypeError(
+                    f"expected {field.name}: Annotated[..., Meta(description=...)], found no "
+                    "description"
+                )
+            for meta in metas:
                 default = (meta.extra or {}).get("on", {}).get(benchmark, default)
             options.append((field.name, hints[field.name], default))
         return msgspec.defstruct(cls.section(), options, frozen=True, forbid_unknown_fields=True)

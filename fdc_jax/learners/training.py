@@ -239,7 +239,16 @@ def paper_rates(setup: LearnerSetup) -> dict[str, float]:
 
 
 def descend(trained: Any, directions: Any, rates: dict[str, Any], rate: Any) -> Any:
-    """Returns the trained leaves after a step of `rate` times the rate of each top-level part."""
+    """Returns the trained leaves after a step of `rate` times the rate of each top-level part.
+
+    Raises:
+        InputError: a part of `trained` has no rate.
+    """
+    if unknown := trained.keys() - rates.keys():
+        raise InputError(
+            f"start_task: trained has the parts {', '.join(sorted(unknown))}; expected parts with "
+            f"a learning rate in `update`: {', '.join(rates)}"
+        )
 
     def moved(part):
         factor = rate * rates[part]

@@ -406,9 +406,15 @@ def encode(
 ) -> Float[Array, "n d"]:
     """Returns features by E_t, whose `replaced` parameters stand in for those of E_0.
 
-    `more` are increment, dropout key and dropout rate of `VisionTransformer`.
+    `more` are increment, dropout key and dropout rate of `VisionTransformer`. Raises InputError if
+    `replaced` is of neither form.
     """
     kernels: Any = replaced
+    if replaced is not None and not {"key", "parameters"} & replaced.keys():
+        raise InputError(
+            "encoder: expected kernels by name, with key and value, or "
+            f"vit.AllParameters(parameters=...), found {', '.join(replaced)}"
+        )
     if replaced is not None and "parameters" in replaced:
         backbone, kernels = replaced["parameters"], None
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix bfloat16 and float32.

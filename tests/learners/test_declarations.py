@@ -19,8 +19,8 @@ from msgspec import Meta
 from fdc_jax import learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
-from fdc_jax.learners import Learner, check_state
-from fdc_jax.model import increments
+from fdc_jax.learners import Learner, check_state, training
+from fdc_jax.model import increments, vit
 from fdc_jax.run import base, configuration
 from tests.learners import toy
 
@@ -50,7 +50,7 @@ class Mine(Learner):
 
 
 class Undecorated(Learner):
-    reach: Annotated[float, Meta(gt=0)] = 0.5
+    reach: Annotated[float, Meta(gt=0, description="how far")] = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,12 @@ class NoDefault(Learner):
 
 @dataclasses.dataclass(frozen=True)
 class DefaultOutOfRange(Learner):
-    reach: Annotated[float, Meta(gt=0)] = 0.0
+    reach: Annotated[float, Meta(gt=0, description="how far")] = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDescription(Learner):
+    reach: Annotated[float, Meta(gt=0)] = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,7 @@ def test_a_users_learner_has_options(monkeypatch):
         ("mine.loda", Mine, "mine.loda: expected a file with a name of its own, found loda"),
         ("mine.own", Undecorated, r"mine.own: options: .* with @dataclasses\.dataclass\("),
         ("mine.own", NoDefault, "mine.own: options: expected a default of reach, found none"),
+        ("mine.own", NoDescription, r"mine.own: options: expected reach: .* found no description"),
         ("mine.own", DefaultOutOfRange, "mine.own: reach: expected a number > 0.0, found 0.0"),
         ("mine.own", UnknownType, "mine.own: options: name 'Nothing' is not defined"),
     ],
@@ -107,6 +113,16 @@ def test_other_modules_are_refused(monkeypatch, name, learner, message):
         in_module(monkeypatch, name, learner)
     with pytest.raises(InputError, match=f"learner.name: {message}"):
         learners.find(name)
+
+
+def test_parts_without_a_learning_rate_are_named():
+    with pytest.raises(InputError, match=r"the parts biases; expected .*: increment, head$"):
+        training.descend({"biases": 0.0}, {"biases": 0.0}, {"increment": 1.0, "head": 1.0}, 1.0)
+
+
+def test_parameters_of_another_form_are_named():
+    with pytest.raises(InputError, match=r"^encoder: expected .*, found cls, embedding$"):
+        vit.encode(None, {}, np.zeros((1, 8, 8, 3), np.uint8), {"cls": 0.0, "embedding": 0.0})
 
 
 def test_an_error_in_a_users_file_names_its_line(tmp_path, monkeypatch):

@@ -198,7 +198,7 @@ def test_error_in_a_learner_has_a_note(method, cache, tmp_path, monkeypatch):
         hook, location = "encoder", inspect.getsourcefile(learners.Learner)
     (note,) = [note for note in error.__notes__ if note.startswith("learner: Own.")]
     assert note.startswith(f"learner: Own.{hook} in {location}")
-    assert f"; expected {hook}(self, backbone: Any, " in note
+    assert f"; expected {hook}(self, backbone, " in note
     assert not (tmp_path / "run" / "calibrators").exists()
 
 
