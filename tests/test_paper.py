@@ -35,7 +35,7 @@ NINE = "cumulative_lora ewc_lora sd_lora splitlora inflora inflora_ca lora_subtr
 
 def dry_run(monkeypatch, capsys, *arguments):
     """Returns the printed plan, without measurements."""
-    monkeypatch.setattr(measurements, "measure", lambda runs, timed, stop: {})
+    monkeypatch.setattr(measurements, "machine_facts", lambda runs, timed, stop: {})
     assert command.main([*arguments, "--dry_run"]) == 0
     return capsys.readouterr().out
 
@@ -196,7 +196,7 @@ def test_damaged_archive_and_absent_weights_are_named_once(tmp_path, monkeypatch
     (tmp_path / "cub.zip").touch()
     arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--dry_run"]
     arguments += [f"--workdir={tmp_path / 'runs'}", f"--config.cache_dir={tmp_path / 'cache'}"]
-    monkeypatch.setattr(measurements, "measure", lambda runs, timed, stop: {})
+    monkeypatch.setattr(measurements, "machine_facts", lambda runs, timed, stop: {})
     assert command.main([*arguments, "--learners=cumulative_lora,sd_lora"]) == 0
     text = capsys.readouterr().out
     (line,) = [line for line in text.splitlines() if line.startswith("missing: ")]
@@ -239,7 +239,7 @@ def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, ca
         return "ready"
 
     monkeypatch.setattr(workers, "attempt", attempt)
-    monkeypatch.setattr(measurements, "measure", lambda runs, timed, stop: {})
+    monkeypatch.setattr(measurements, "machine_facts", lambda runs, timed, stop: {})
     monkeypatch.setattr(plan, "open_input", open_input)
     (tmp_path / "cub.zip").touch()
     arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--workers=1"]

@@ -196,7 +196,7 @@ def test_images_are_read_in_bounded_portions(finished_run, files, monkeypatch):
     opened = fdc_jax.open_run(finished_run)
     opened.config = configuration.replaced(opened.config, {"evaluation.batch_size": 4})
     reads, read = [], folder.file_bytes
-    monkeypatch.setattr(folder, "content", lambda path: reads.append(path) or read(path))
+    monkeypatch.setattr(folder, "file_bytes", lambda path: reads.append(path) or read(path))
     batches = Predictions(opened, files)
     assert len(batches) == 15
     for batch, _ in enumerate(batches, start=1):

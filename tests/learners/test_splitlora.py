@@ -73,7 +73,7 @@ def test_too_few_minor_directions_are_an_error(backbone):
     learner = toy.make_learner("splitlora")
     state = state_with_directions(learner, major=(2, 23))
     assert learner.before_task(backbone, state, 0, None) is state
-    message = r"splitlora.alpha: expected at least 2 .*actual 1 of 24 in block 1 after 3"
+    message = r"splitlora.alpha: expected at least 2 .*found 1 of 24 in block 1 after 3"
     with pytest.raises(InputError, match=message):
         learner.before_task(backbone, state, 3, None)
     ample = state_with_directions(learner)
