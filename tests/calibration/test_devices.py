@@ -181,12 +181,12 @@ with jax.log_compiles():
         actual.components(*(view[: 120 * count] for view in views))
 print(names)
 assert "measure_views" in " ".join(names) and "fuse" in " ".join(names)
-assert len(names) <= 6, names
+assert len(names) <= 7, names
 """
 
 
 @pytest.mark.ci
-def test_five_tasks_compile_six_programs():
+def test_five_tasks_compile_seven_programs():
     run = subprocess.run([sys.executable, "-c", PROGRAMS], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
