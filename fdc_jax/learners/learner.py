@@ -123,7 +123,7 @@ class Learner:
 
         Raises:
             TypeError: an option has no default or no description, or the class with options is no
-            dataclass.
+                dataclass.
         """
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = dataclasses.fields(cls)[1:]  # without `setup`
