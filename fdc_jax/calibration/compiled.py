@@ -1,5 +1,6 @@
 """JAX helpers of all calibrators: rows in blocks, and principal directions."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -141,7 +142,7 @@ def principal(
 
 def _scatter(view: Blocks, rows: Blocks, mean: Any) -> Float[np.ndarray, "d d"]:
     """Returns the sum of outer products of features less their mean."""
-    shape = len(mean), len(mean)
+    shape = 2 * mean.shape
     centre, total = jax.device_put((mean, np.zeros(shape, np.float32)))
     for block, own in zip(view, rows, strict=True):
         total = _add_products(total, block, own, centre)
@@ -163,7 +164,8 @@ def decomposed(
     """Returns eigenvalues in descending order, and eigenvectors as rows, of symmetric matrices."""
     device = None
     if jax.default_backend() == "tpu":  # for which XLA compiles `eigh` for minutes
-        device = jax.local_devices(backend="cpu")[0]
+        with contextlib.suppress(RuntimeError):  # no CPU in JAX_PLATFORMS
+            device = jax.local_devices(backend="cpu")[0]
     groups = itertools.groupby(matrices, np.shape)
     with jax.enable_x64(True):  # for matrices in float64
         stacks = jax.device_put([np.stack([*alike]) for _, alike in groups], device)

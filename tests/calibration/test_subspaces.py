@@ -1,5 +1,6 @@
 """Principal subspaces against decompositions in float64; test_fdc.py has the other equations."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -52,6 +53,17 @@ def test_means_and_subspaces_equal_float64(samples, width, rank, offset, toleran
     np.testing.assert_allclose(actual_mean, mean, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(actual @ actual.T, np.eye(len(basis)), atol=1e-6)
     np.testing.assert_allclose(actual.T @ actual, basis.T @ basis, atol=tolerance)
+
+
+def test_a_tpu_without_a_processor_decomposes_itself(monkeypatch):
+    def local_devices(backend):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    ((values, vectors),) = compiled.decomposed([np.diag([1.0, 3.0, 2.0])])
+    np.testing.assert_array_equal(values, [3.0, 2.0, 1.0])
+    np.testing.assert_array_equal(np.abs(vectors), np.eye(3)[[1, 2, 0]])
 
 
 @pytest.mark.parametrize("tile", [7, 30])
