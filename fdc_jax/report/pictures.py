@@ -3,7 +3,8 @@
 import base64
 import io
 from collections.abc import Sequence
-from itertools import product
+from itertools import product, takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,9 +124,12 @@ def _evidence(
 
 
 def test_views(run: Any) -> list[Float[np.ndarray, "n d"]]:
-    """Returns the saved test features by the final and the pretrained encoder, if there are any."""
+    """Returns the saved test features by the final and the pretrained encoder, if there are any.
+
+    Features by the pretrained encoder never stand in the place of missing ones by the final.
+    """
     paths = [run.features_folder / f"test_{view}.npy" for view in inputs.VIEWS]
-    return [read_npy(path) for path in paths if path.exists()]
+    return [*map(read_npy, takewhile(Path.exists, paths))]
 
 
 def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:

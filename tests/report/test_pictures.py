@@ -2,6 +2,7 @@
 
 import base64
 import io
+import types
 
 import numpy as np
 import pytest
@@ -100,3 +101,11 @@ def test_missing_pictures_have_a_reason(tmp_path):
     assert "no image" in pictures.load(run).missing
     del run.predictions["fdc_task"]
     assert "no predictions of FDC" in pictures.load(run).missing
+
+
+def test_pretrained_features_replace_no_adapted_ones(tmp_path):
+    np.save(tmp_path / "test_pretrained.npy", np.ones((2, 3), np.float32))
+    run = types.SimpleNamespace(features_folder=tmp_path)
+    assert pictures.test_views(run) == []
+    np.save(tmp_path / "test_adapted.npy", np.zeros((2, 3), np.float32))
+    np.testing.assert_array_equal(pictures.test_views(run), [np.zeros((2, 3)), np.ones((2, 3))])
