@@ -5,6 +5,7 @@ The user's cache folder keeps the results.
 
 import functools
 import hashlib
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -189,17 +190,16 @@ def swept(
     fdc = together.Sweep([{**settings, parameter: value} for parameter, value in changes])
     fdc.doubts = None  # The run has named a head like chance.
     features.fit(fdc)
-    tested: Any = {"": (features.test_adapted, features.test_pretrained, features.test_labels)}
+    names = ("test_adapted", "test_pretrained", "test_labels")
+    tested: Any = {"": operator.attrgetter(*names)(features)}
     if (folder / "validation").is_dir():
-        held_out = ArrayFolder(folder / "validation").get
-        names = ("test_adapted", "test_pretrained", "test_labels")
-        tested["validation_"] = [held_out(name) for name in names]
+        tested["validation_"] = map(ArrayFolder(folder / "validation").get, names)
     numbers = {}
     for prefix, (adapted, pretrained, labels) in tested.items():
         measured = fdc.terms(adapted, pretrained)
         for (parameter, value), terms in zip(changes, measured, strict=True):
-            accuracy = evaluation.accuracy(labels, terms.fuse().label)
-            numbers[f"{prefix}{parameter}={value:g}"] = accuracy
+            label = terms.fuse().label
+            numbers[f"{prefix}{parameter}={value:g}"] = evaluation.accuracy(labels, label)
             if parameter == "neighbours" and not prefix:
                 nearest = terms.fuse(nearest=True).label
                 numbers[f"nearest={value:g}"] = evaluation.accuracy(labels, nearest)

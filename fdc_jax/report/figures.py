@@ -48,8 +48,8 @@ def accuracy_curve(group: Group) -> Figure | None:
     figure, (axes,) = drawing.panels(1, 2.5, 1)
     for name, (colour, marker) in drawing.looks(accuracies.columns).items():
         values = accuracies[name].unstack("task")
-        title, rows = formatting.method_title(name), values.to_numpy()
-        drawing.band(axes, values.columns, rows, colour, marker=marker, gid=name, label=title)
+        look = {"marker": marker, "gid": name, "label": formatting.method_title(name)}
+        drawing.band(axes, values.columns, values.to_numpy(), colour, **look)
     axes.set(xlabel="Tasks learned", ylabel="Accuracy (%)")
     axes.set_ylim(top=min(axes.get_ylim()[1], 101))
     drawing.whole_numbers(axes.xaxis)
@@ -106,8 +106,8 @@ def _heat_maps(matrices: Mapping[str, Any], scale: Normalize, rows: str, unit: s
             for row, column in np.argwhere(~np.isnan(cells)):
                 value = cells[row, column]
                 ink = "white" if scale(value) > 0.5 else drawing.INK
-                text = axes.text(column + 1, row + 1, f"{value:.0f}", color=ink, fontsize=6)
-                text.set(ha="center", va="center")
+                place = column + 1, row + 1, f"{value:.0f}"
+                axes.text(*place, color=ink, fontsize=6, ha="center", va="center")
         axes.grid(visible=False)
         axes.set_xlabel(textwrap.fill(title, 26))
         drawing.whole_numbers(axes.xaxis, axes.yaxis)

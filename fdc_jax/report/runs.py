@@ -107,10 +107,15 @@ class Group:
         """Returns a row of `rows`."""
         return self.rows.loc[calibrator, quantity]
 
+    @functools.cached_property
+    def _by_seed(self) -> dict[Any, pd.Series]:
+        """The numbers by calibrator and quantity, each by seed."""
+        names = ["calibrator", "quantity"]
+        return dict([*self.numbers.set_index("seed").groupby(names)["value"]])
+
     def values(self, calibrator: str, quantity: str = "accuracy") -> pd.Series:
         """Returns a quantity by seed, of the seeds that have it."""
-        labels = self.numbers[["calibrator", "quantity"]].eq([calibrator, quantity])
-        return self.numbers[labels.all(axis=1)].set_index("seed")["value"]
+        return self._by_seed.get((calibrator, quantity), pd.Series(dtype=float))
 
     @property
     def best(self) -> str:
@@ -364,8 +369,7 @@ def summary(group: Group) -> dict[str, Any]:
     listed: Any = known.astype(object).iterrows()
     for (calibrator, quantity), row in listed:
         of = row.where(row.notna(), None).to_dict()
-        by_seed = group.values(calibrator, quantity)
-        of["by_seed"] = {str(seed): value for seed, value in by_seed.items()}
+        of["by_seed"] = group.values(calibrator, quantity).rename(str).to_dict()
         numbers[quantities.column_name(calibrator, quantity)] = of
     return summary
 
