@@ -212,12 +212,18 @@ def cycles(compiled: str) -> int:
     return total(entry)
 
 
-def record_of(program: Program, target: str) -> dict[str, Any]:
-    """Returns the compiler's plan of memory, and its estimates, of a program on a target."""
+def record_of(program: Program, target: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns the compiler's plan of memory, and its estimates, of a program on a target.
+
+    Equal programs of several learners are compiled once: `known` keeps records by program.
+    """
     described = json.loads(TARGETS.read_text())[target]
     clock = time.process_time()
     traced = program.function.trace(*program.arguments)
     lowered = traced.lower()
+    text = lowered.as_text()
+    if text in known:
+        return known[text]
     # XLA finds no tile sizes for some Triton products if no device is connected.
     options = {} if "topologies" in described else {"xla_gpu_enable_triton_gemm": False}
     executable = lowered.compile(compiler_options=options)
@@ -248,6 +254,7 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
         record |= {"milliseconds": 1e3 * total, "images_per_second": program.images / total}
         if operations := record["operations"]:
             record["share_of_peak"] = operations / total / (1e12 * described["teraflops"])
+    known[text] = record
     return record
 
 
@@ -263,7 +270,8 @@ def main() -> None:
     for name in names:
         if name not in PASSES:
             learners.find(name)
-    sizes, records = measure.numbers(options, "batch_sizes"), []
+    sizes = measure.numbers(options, "batch_sizes")
+    records, known = [], {}
     if any(size % mesh.size for size in sizes for mesh in meshes):
         raise InputError(
             f"--batch_sizes: expected multiples of {options.devices}, found {options.batch_sizes}"
@@ -281,7 +289,7 @@ def main() -> None:
             for name, make in makers.items():
                 settings = {"program": name, "batch_size": size, "devices": mesh.size}
                 settings |= fixed | {"target": options.target, "attention": model.attention}
-                record = record_of(make(), options.target)
+                record = record_of(make(), options.target, known)
                 records.append(settings | record)
                 measure.write_report(PROGRAM, options, {"records": records})
                 memory = record["memory_bytes"]["temporary"] / 2**30
