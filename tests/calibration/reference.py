@@ -97,24 +97,23 @@ def log_ratio(u, mu, variance):
 
 
 class Reference:
-    """tasks: list of (adapted, rows, head, pretrained or None), `rows` being head rows.
-
-    `weights` are those of the adapted and of the pretrained view.
-    """
+    """tasks: list of (adapted, rows, head, pretrained or None), `rows` being head rows."""
 
     def __init__(
         self,
         tasks,
-        eta=0.75,
-        gamma=0.5,
-        alpha=1.0,
-        beta=1.0,
-        weights=(1.0, 1.0),
+        retained_energy=0.75,
+        attenuation=0.5,
+        rlc_weight=1.0,
+        pac_weight=1.0,
+        adapted_view_weight=1.0,
+        pretrained_view_weight=1.0,
         neighbours=1,
         nearest=False,
     ):
-        self.gamma, self.nearest = gamma, nearest
-        self.alpha, self.beta, self.weights = alpha, beta, weights
+        self.gamma, self.nearest = attenuation, nearest
+        self.alpha, self.beta = rlc_weight, pac_weight
+        self.weights = adapted_view_weight, pretrained_view_weight
         self.heads = [task[2] for task in tasks]
         self.views = []
         for column in (0, 3):
@@ -124,7 +123,8 @@ class Reference:
             for task in tasks:
                 features = np.asarray(task[column], np.float64)
                 classes = int(task[1].max()) + 1
-                fitted.append((features, ViewOfTask(features, task[1], classes, eta, neighbours)))
+                view = ViewOfTask(features, task[1], classes, retained_energy, neighbours)
+                fitted.append((features, view))
             self.views.append(([view for _, view in fitted], fit_foreign(fitted)))
         self.sigma = {True: [], False: []}
         for t, task in enumerate(tasks):

@@ -65,45 +65,6 @@ def stream(
     return made
 
 
-class Problem(NamedTuple):
-    """Tasks, and test inputs of them."""
-
-    tasks: list[StreamTask]
-    adapted: np.ndarray
-    pretrained: np.ndarray
-    labels: np.ndarray
-
-
-def problem(sizes=((40, 30, 20), (25, 35), (30, 30, 30, 30)), width=12, seed=0):
-    """Returns tasks of so many samples per class, whose adapted view drifts; labels are 10 t + c.
-
-    Unlike in `stream`, views are of one width and heads know their tasks roughly.
-    """
-    rng = np.random.default_rng(seed)
-    mixing = rng.normal(size=(width, width)) / np.sqrt(width) + np.eye(width)
-    offset = 2.0 * rng.normal(size=width)
-    tasks, tests, labels = [], [], []
-    for t, counts in enumerate(sizes):
-        centres = 1.5 * rng.normal(size=(len(counts), width)) + rng.normal(size=width)
-
-        def draw(rows, centres=centres):
-            noisy = centres[rows] + rng.normal(size=(len(rows), width))
-            return (noisy @ mixing + offset).astype(np.float32)
-
-        rows = rng.permutation(np.repeat(np.arange(len(counts)), counts))
-        drift = 0.1 * t * rng.normal(size=width).astype(np.float32)
-        pretrained = draw(rows)
-        weight = (centres @ mixing).astype(np.float32) * (1.0 + 0.3 * t)
-        bias = rng.normal(size=len(counts)).astype(np.float32)
-        tasks.append(StreamTask(pretrained + drift, pretrained, rows, weight, bias, 10 * t))
-        test_rows = rng.integers(0, len(counts), 20)
-        tests.append(draw(test_rows))
-        labels.append(10 * t + test_rows)
-    pretrained = np.concatenate(tests)
-    adapted = pretrained + 0.1 * rng.normal(size=width).astype(np.float32)
-    return Problem(tasks, adapted, pretrained, np.concatenate(labels))
-
-
 def known(seed=0, tasks=3, **options):
     """Returns a stream whose heads know their tasks: rows are the classes' distinct means."""
     made = []
@@ -125,6 +86,13 @@ def probe_inputs(tasks, seed=1, size=40):
     return tuple(
         (view[pick] + 0.3 * rng.normal(size=view[pick].shape)).astype(np.float32)
         for view in (adapted, pretrained)
+    )
+
+
+def chosen(task, rows):
+    """Returns the task with some of its samples."""
+    return task._replace(
+        adapted=task.adapted[rows], pretrained=task.pretrained[rows], rows=task.rows[rows]
     )
 
 
@@ -150,13 +118,11 @@ def head_of(task, kind):
     }[kind]()
 
 
-def reference_head(task, kind):
-    """Returns the same head for the reference."""
-    if kind == "normalised_linear":
-        return reference.Head(kind, 3.0 * task.weight, task.bias)
-    return reference.Head(
-        kind, task.weight, task.bias if kind == "linear" else None, 7.0 if kind == "cosine" else 1.0
-    )
+def reference_head(head):
+    """Returns a head of the package for the reference."""
+    bias = getattr(head, "bias", None)
+    scale = getattr(head, "scale", 1.0)
+    return reference.Head(heads.KINDS[type(head)], head[0], bias, scale)
 
 
 def fit(calibrator, tasks, kind="linear", dual=True, previous=None):
@@ -190,25 +156,13 @@ def previous_of(tasks, seed=7):
     return previous
 
 
-# The reference's names of settings.
-SYMBOLS = {
-    "retained_energy": "eta",
-    "attenuation": "gamma",
-    "rlc_weight": "alpha",
-    "pac_weight": "beta",
-    "neighbours": "neighbours",
-}
-
-
-def fitted_reference(tasks, kind="linear", dual=True, nearest=False, **settings):
+def fitted_reference(tasks, kind="linear", dual=True, **settings):
     """Returns the reference on the same tasks with the same settings."""
-    weights = [settings.pop(f"{view}_view_weight", 1.0) for view in ("adapted", "pretrained")]
     inputs = []
     for task in tasks:
-        pretrained = task.pretrained if dual else None
-        inputs.append((task.adapted, task.rows, reference_head(task, kind), pretrained))
-    symbols = {SYMBOLS[name]: value for name, value in settings.items()}
-    return reference.Reference(inputs, weights=weights, nearest=nearest, **symbols)
+        head = reference_head(head_of(task, kind))
+        inputs.append((task.adapted, task.rows, head, task.pretrained if dual else None))
+    return reference.Reference(inputs, **settings)
 
 
 def relative_error(actual, expected):

@@ -8,12 +8,10 @@ import scipy.stats
 from fdc_jax import heads
 from fdc_jax.calibration.comparators import logits
 from fdc_jax.errors import InputError
-from tests.calibration.streams import fit, problem
+from tests.calibration.streams import chosen, fit, known, probe_inputs
 
-
-@pytest.fixture(scope="module")
-def data():
-    return problem()
+TASKS = known(0, 3)
+ADAPTED, PRETRAINED = probe_inputs(TASKS)
 
 
 def logits_of(task, features):
@@ -38,11 +36,11 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("make", FORMULAS)
-def test_scores_are_the_formulas(data, make):
-    comparator = fit(make(), data.tasks)
-    scores = comparator.score(data.adapted, data.pretrained)
-    z = [logits_of(task, data.adapted) for task in data.tasks]
-    expected = [FORMULAS[make](*pair) for pair in zip(data.tasks, z, strict=True)]
+def test_scores_are_the_formulas(make):
+    comparator = fit(make(), TASKS)
+    scores = comparator.score(ADAPTED, PRETRAINED)
+    z = [logits_of(task, ADAPTED) for task in TASKS]
+    expected = [FORMULAS[make](*pair) for pair in zip(TASKS, z, strict=True)]
     scale = np.abs(expected).max()
     np.testing.assert_allclose(scores.task_scores.T, expected, rtol=0, atol=1e-5 * scale)
     np.testing.assert_array_equal(scores.local_class.T, [part.argmax(axis=1) for part in z])
@@ -50,12 +48,12 @@ def test_scores_are_the_formulas(data, make):
 
 
 def test_logit_standardisation_of_one_image_divides_by_the_floor():
-    data = problem(((1,), (20, 20)))
-    comparator = fit(logits.LogitStandardisation(), data.tasks)
-    best = logits_of(data.tasks[0], data.tasks[0].adapted).max()
-    scores = comparator.score(data.adapted).task_scores[:, 0]
-    z = logits_of(data.tasks[0], data.adapted).max(axis=1)
-    np.testing.assert_allclose(scores, (z - best) * 1e12, rtol=1e-4)
+    task = chosen(TASKS[0], [0])
+    comparator = fit(logits.LogitStandardisation(), [task])
+    best = logits_of(task, task.adapted).max()
+    expected = (logits_of(task, ADAPTED).max(axis=1) - best) * 1e12
+    scores = comparator.score(ADAPTED).task_scores[:, 0]
+    np.testing.assert_allclose(scores, expected, rtol=1e-4)
 
 
 def test_weight_aligning_by_hand():
@@ -74,44 +72,34 @@ def test_weight_aligning_by_hand():
     np.testing.assert_allclose(comparator.score(features).task_scores.T, expected, rtol=1e-6)
 
 
-def test_cosine_heads_are_scored_by_their_logits(data):
-    scores = fit(logits.Raw(), data.tasks, "cosine").score(data.adapted)
-    for t, task in enumerate(data.tasks):
-        cosines = 1 - scipy.spatial.distance.cdist(data.adapted, task.weight, "cosine")
-        np.testing.assert_allclose(scores.task_scores[:, t], 7 * cosines.max(axis=1), rtol=1e-4)
-    for method in (logits.WeightAligning, logits.VirtualLogitMatching):
-        with pytest.raises(InputError, match="needs linear heads, found a CosineHead"):
-            fit(method(), data.tasks, "cosine")
-
-
 @pytest.mark.parametrize("method", [*FORMULAS, logits.WeightAligning, logits.VirtualLogitMatching])
-def test_replaced_heads_change_logits_but_no_statistics(data, method):
+def test_replaced_heads_change_logits_but_no_statistics(method):
     rng = np.random.default_rng(1)
     early = []
-    for task in data.tasks:
+    for task in TASKS:
         noise = rng.normal(size=task.weight.shape)
         weight = (2.0 * task.weight + noise).astype(np.float32)
         early.append(task._replace(weight=weight, bias=np.flip(task.bias)))
     comparator = fit(method(), early)
-    before = comparator.score(data.adapted).task_scores
-    comparator.replace_heads([task.head for task in data.tasks])
-    expected = fit(method(), data.tasks).score(data.adapted).task_scores
-    for t, (first, final) in enumerate(zip(early, data.tasks, strict=True)):
-        z = logits_of(final, data.adapted)
+    before = comparator.score(ADAPTED).task_scores
+    comparator.replace_heads([task.head for task in TASKS])
+    expected = fit(method(), TASKS).score(ADAPTED).task_scores
+    for t, (first, final) in enumerate(zip(early, TASKS, strict=True)):
+        z = logits_of(final, ADAPTED)
         if method is logits.LogitStandardisation:
             expected[:, t] = standardised(first, z)
         elif method is logits.VirtualLogitMatching:
-            energy = scipy.special.logsumexp(logits_of(first, data.adapted), axis=1)
+            energy = scipy.special.logsumexp(logits_of(first, ADAPTED), axis=1)
             expected[:, t] = before[:, t] + scipy.special.logsumexp(z, axis=1) - energy
-    actual = comparator.score(data.adapted).task_scores
+    actual = comparator.score(ADAPTED).task_scores
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_replaced_heads_of_zeros_change_nothing(data):
-    comparator = fit(logits.WeightAligning(), data.tasks)
-    before = comparator.score(data.adapted).task_scores
-    first, second, third = (task.head for task in data.tasks)
+def test_replaced_heads_of_zeros_change_nothing():
+    comparator = fit(logits.WeightAligning(), TASKS)
+    before = comparator.score(ADAPTED).task_scores
+    first, second, third = (task.head for task in TASKS)
     zero = second._replace(weight=np.zeros_like(second.weight))
     with pytest.raises(InputError, match=r"^head weight of task 1 .*: all rows are zero"):
         comparator.replace_heads([first, zero, third])
-    np.testing.assert_array_equal(comparator.score(data.adapted).task_scores, before)
+    np.testing.assert_array_equal(comparator.score(ADAPTED).task_scores, before)

@@ -1,10 +1,6 @@
 """Features that are on a device stay there, on several devices with their rows shared."""
 
 import collections
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,11 +8,11 @@ import pytest
 
 from fdc_jax import calibration
 from fdc_jax.calibration import compiled, inputs, sweep
-from fdc_jax.errors import InputError
+from tests import small_runs
 from tests.calibration import streams
+from tests.errors import input_error
 
 WIDTHS = (16,), (12,)
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def on_device(tasks, place):
@@ -108,23 +104,22 @@ def test_components_and_sweeps_move_arrays_explicitly():
             terms.fuse(nearest=True)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-def test_features_that_are_not_finite_are_named_on_devices(value):
+@pytest.mark.parametrize("place", [np.asarray, jax.device_put], ids=["host", "device"])
+def test_features_that_are_not_finite_are_named(place):
     tasks = streams.known(0, 3)
     calibrator = streams.fitted(tasks[:2])
     adapted, pretrained = streams.probe_inputs(tasks)
-    wrong = pretrained.copy()
-    wrong[7, 0] = value
-    message = "pretrained features: row 7 is not finite, or too large for float32"
-    for place in (np.asarray, jax.device_put):
+    last = tasks[2]
+    for value in (np.nan, np.inf, 1e30):
+        wrong = pretrained.copy()
+        wrong[7, 0] = value
         for method in (calibrator.score, calibrator.components, calibrator.class_scores):
-            with pytest.raises(InputError, match=message):
+            with input_error("pretrained features: row 7 is not finite, or too large for float32"):
                 method(place(adapted), place(wrong))
-    bad = tasks[2].pretrained.copy()
-    bad[5] = value
-    for place in (np.asarray, jax.device_put):
-        with pytest.raises(InputError, match=r"pretrained features of task 2 \(from 0\): row 5"):
-            calibrator.fit_task(place(tasks[2].adapted), tasks[2].labels, tasks[2].head, place(bad))
+        wrong = last.pretrained.copy()
+        wrong[5] = value
+        with input_error(r"pretrained features of task 2 \(from 0\): row 5"):
+            calibrator.fit_task(place(last.adapted), last.labels, last.head, place(wrong))
     assert calibrator.num_tasks == 2
 
 
@@ -187,20 +182,9 @@ assert len(names) <= 7, names
 
 @pytest.mark.ci
 def test_five_tasks_compile_seven_programs():
-    run = subprocess.run([sys.executable, "-c", PROGRAMS], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    small_runs.python("-c", PROGRAMS)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("count", [3, 4])
-def test_sharded_rows_stay_sharded(count):
-    flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={count}"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(
-        [sys.executable, "-c", SHARED, str(count)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+def test_sharded_rows_stay_sharded():
+    small_runs.python("-c", SHARED, "3", env=small_runs.with_devices(3))

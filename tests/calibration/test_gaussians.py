@@ -1,11 +1,8 @@
-"""Class Gaussians against float64 formulas (`gaussian_reference`), and their memory."""
-
-import tracemalloc
+"""Class Gaussians against float64 formulas (`gaussian_reference`)."""
 
 import numpy as np
 import pytest
 
-from fdc_jax import calibration
 from fdc_jax.calibration import confidence, gaussians
 from fdc_jax.errors import InputError
 from tests.calibration import gaussian_reference as reference
@@ -71,10 +68,9 @@ def test_the_pretrained_view_alone_is_that_of_a_frozen_encoder():
 
 def test_classes_without_images_and_of_one_image():
     first, second = tasks = streams.stream(8, 2, classes=(3, 2), samples=(40, 30))
-    keep = first.rows != 2
-    keep[np.flatnonzero(first.rows == 1)[1:]] = False  # One image of class 1, none of class 2.
-    views = {"adapted": first.adapted[keep], "pretrained": first.pretrained[keep]}
-    few = first._replace(rows=first.rows[keep], **views)
+    keep = first.rows == 0
+    keep[np.flatnonzero(first.rows == 1)[0]] = True  # One image of class 1, none of class 2.
+    few = streams.chosen(first, keep)
     calibrator = fitted([few, second], [None, second.adapted])
     probes = streams.probe_inputs(tasks)
     scores = calibrator.class_scores(*probes)
@@ -93,35 +89,6 @@ def test_few_images_are_of_their_own_class(seed, images):
     np.testing.assert_array_equal(calibrator.score(features).label, labels)
 
 
-def test_storage_counts_half_of_a_symmetric_scatter():
-    tasks, classes = streams.stream(2, 3), 9
-    numbers = [classes * d * (1 + gaussians.RANK) + d * (d + 1) // 2 for d in (16, 12)]
-    stale = len(tasks)
-    # Losses, wrong and all answers, familiarity and class of all images, gains of the newest task.
-    sure = len(confidence.TEMPERATURES) + 2 + 2 * sum(len(task.rows) for task in tasks)
-    sure += len(tasks[-1].rows)
-    assert fitted(tasks).storage_bytes == 4 * (sum(numbers) + classes + stale + sure)
-    assert fitted(tasks, dual=False).storage_bytes == 4 * (numbers[0] + classes + stale + sure)
-
-
-def test_memory_maps_are_not_held_while_fitting(tmp_path):
-    rng, labels = np.random.default_rng(0), np.repeat(np.arange(40), 2500)
-    maps = []
-    for name in ("adapted.npy", "previous.npy"):
-        np.save(tmp_path / name, rng.normal(size=(len(labels), 64)).astype(np.float32))
-        maps.append(np.load(tmp_path / name, mmap_mode="r"))
-    calibrator = calibration.Gaussians()
-    calibrator.fit_task(maps[0], labels + 100)
-    tracemalloc.start()
-    try:
-        calibrator.fit_task(maps[0], labels, previous=maps[1])
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    # Left-out images of the map, one class and some blocks in float64, but not all images.
-    assert peak < maps[0].nbytes / 2
-
-
 @pytest.mark.parametrize("follow", [True, False])
 def test_previous_features_come_for_all_tasks_or_for_none(follow):
     tasks = streams.stream(1, 3)
@@ -135,12 +102,6 @@ def test_previous_features_come_for_all_tasks_or_for_none(follow):
         with pytest.raises(InputError, match=message):
             streams.fit(calibrator, tasks[2:], previous=[np.zeros((5, 16), np.float32)])
     assert all(value is before[name] for name, value in vars(calibrator).items())
-
-
-@pytest.mark.parametrize("view", ["adapted", "both", None])
-def test_unknown_views_are_named(view):
-    with pytest.raises(InputError, match="gaussians: view: expected '' or 'pretrained', found"):
-        gaussians.Gaussians(view)
 
 
 @pytest.mark.parametrize("width", [5, 36, 200])

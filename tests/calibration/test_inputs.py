@@ -3,6 +3,7 @@
 tests/test_arguments.py has values of other types.
 """
 
+import contextlib
 import logging
 
 import jax.numpy as jnp
@@ -51,13 +52,11 @@ def fit(method="fdc", head=None, classes=None, labels=SECOND.labels, views=VIEWS
 
 # Messages of a wrong second task.
 WRONG_VIEWS = [
-    ("adapted", spoiled(SECOND.adapted, 7, np.nan), "row 7 is not finite"),
     ("adapted", spoiled(SECOND.adapted, 7, 1e30), "row 7 is not finite, or too large"),
     ("adapted", SECOND.adapted[:, :-1], "expected width 16, found 15"),
     ("adapted", SECOND.adapted[0], r"expected shape .* found \[16\]"),
     ("pretrained", None, "earlier tasks had some, this one has"),
     ("pretrained", SECOND.pretrained[1:], "expected 45 rows"),
-    ("pretrained", spoiled(SECOND.pretrained, 3, np.inf), "row 3"),
 ]
 WRONG_LABELS = [
     (SECOND.labels[:-1], None, "labels of task 1: expected 45 rows .* found 44"),
@@ -114,13 +113,11 @@ def test_methods_that_read_heads_need_them(name):
     calibrator = calibration.make(name, projections=20)
     with pytest.raises(InputError, match="task"):
         calibrator.score(FIRST.adapted, FIRST.pretrained)
-    if calibrator.needs_heads:
-        with pytest.raises(InputError, match="head"):
-            calibrator.fit_task(FIRST.adapted, FIRST.labels, None, FIRST.pretrained)
-        assert calibrator.num_tasks == 0
-    else:
+    needs_heads = calibrator.needs_heads
+    refusal = pytest.raises(InputError, match="head") if needs_heads else contextlib.nullcontext()
+    with refusal:
         calibrator.fit_task(FIRST.adapted, FIRST.labels, None, FIRST.pretrained)
-        assert calibrator.num_tasks == 1
+    assert calibrator.num_tasks == (not needs_heads)
 
 
 # Settings and names -------------------------------------------------------------------------------
@@ -196,7 +193,6 @@ def test_wrong_batches_are_named(method):
         (FIRST.adapted, FIRST.pretrained[:9], "pretrained features: expected 60 rows like"),
         (FIRST.adapted, None, "pretrained features: expected, since the tasks"),
         (spoiled(FIRST.adapted, 50, np.inf), FIRST.pretrained, "adapted features: row 50 is not"),
-        (FIRST.adapted, spoiled(FIRST.pretrained, 9, np.nan), "pretrained features: row 9 is not"),
     ]:
         with pytest.raises(InputError, match=f"^{message}"):
             calibrator.score(adapted, pretrained)
@@ -306,44 +302,23 @@ def test_products_too_large_for_float32_are_named(method):
 # Arrays of all kinds ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fdc", "gaussians", "raw", "ncm", "vim"])
+@pytest.mark.parametrize("name", ["fdc", "gaussians", "ncm", "vim"])
 def test_arrays_of_the_caller_are_neither_changed_nor_held(name):
     tasks = streams.known(4, 3)
     previous = streams.previous_of(tasks)
     calibrator = calibration.make(name)
     for task, before in zip(tasks, previous, strict=True):
-        adapted, labels, pretrained = (
-            array.copy() for array in (task.adapted, task.labels, task.pretrained)
-        )
-        for array in (adapted, labels, pretrained):
-            array.flags.writeable = False
-        weight, bias, classes = task.weight.copy(), task.bias.copy(), task.classes.copy()
+        arrays = (task.adapted, task.labels, task.pretrained, task.classes, task.weight, task.bias)
+        *given, weight, bias = copies = [array.copy() for array in arrays]
+        adapted, labels, pretrained, classes = given
         head = heads.LinearHead(weight, bias)
         calibrator.fit_task(adapted, labels, head, pretrained, classes, previous=before)
-        for array in (weight, bias, classes):
-            array[...] = 7
+        for copy, array in zip(copies, arrays, strict=True):
+            np.testing.assert_array_equal(copy, array)
+            copy[...] = 7
     calibrator.finalize()
     expected = streams.fitted(tasks, previous=previous, method=name)
     streams.same_scores(calibrator, expected, streams.probe_inputs(tasks))
-
-
-def test_memory_maps_are_read_by_blocks(tmp_path, monkeypatch):
-    (task,) = streams.known(6, 1, samples=(1300,))
-    np.save(tmp_path / "features.npy", task.adapted)
-    features = np.load(tmp_path / "features.npy", mmap_mode="r")
-    sizes, convert = [], inputs.float32
-
-    def watched(array):
-        if isinstance(array, np.memmap):
-            sizes.append(len(array))
-        return convert(array)
-
-    monkeypatch.setattr(inputs, "float32", watched)
-    calibrator = streams.fitted([task._replace(adapted=features)], dual=False)
-    scores = calibrator.score(features).task_scores
-    expected = streams.fitted([task], dual=False).score(task.adapted).task_scores
-    np.testing.assert_array_equal(scores, expected)
-    assert max(sizes) == inputs.BLOCK_ROWS
 
 
 class ArrayTensor:
@@ -382,7 +357,6 @@ def test_arrays_of_other_libraries_are_accepted(convert):
     [
         (jnp.bfloat16, np.asarray),
         (jnp.bfloat16, jnp.asarray),
-        (np.float64, np.asarray),
         (np.dtype(">f8"), np.asarray),
         (np.int16, np.asarray),
     ],

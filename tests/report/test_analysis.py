@@ -28,8 +28,8 @@ def accuracy(features, **settings):
 @pytest.mark.parametrize(
     ("values", "settings"),
     [
-        (("attenuation", [1.0]), {"attenuation=1": {"gamma": 1.0}}),
-        (("retained_energy", [0.95]), {"retained_energy=0.95": {"eta": 0.95}}),
+        (("attenuation", [1.0]), {"attenuation=1": {"attenuation": 1.0}}),
+        (("retained_energy", [0.95]), {"retained_energy=0.95": {"retained_energy": 0.95}}),
         (
             ("neighbours", [2]),
             {"neighbours=2": {"neighbours": 2}, "nearest=2": {"neighbours": 2, "nearest": True}},
@@ -54,8 +54,8 @@ def test_validation_images_are_swept_beside_test_images(tmp_path, dual):
     validation = features._replace(**dict(zip(names, held_out, strict=True)))
     expected = {}
     for eta in (0.5, 0.95):
-        expected[f"retained_energy={eta:g}"] = accuracy(features, eta=eta)
-        expected[f"validation_retained_energy={eta:g}"] = accuracy(validation, eta=eta)
+        expected[f"retained_energy={eta:g}"] = accuracy(features, retained_energy=eta)
+        expected[f"validation_retained_energy={eta:g}"] = accuracy(validation, retained_energy=eta)
     assert analysis.swept(tmp_path, {}, [("retained_energy", [0.5, 0.95])]) == expected
 
 
