@@ -99,8 +99,8 @@ def _cut(features: Float[Array, "n d"], start: Any, shards: int, rows: int) -> A
 
 # Principal directions -----------------------------------------------------------------------------
 
-# Shares of the variance that differ by less are equal but for rounding of float32, and variances of
-# less than this share of the largest one are zero.
+# Shares of the variance that differ by less are equal up to float32 rounding. Variances below this
+# share of the largest one are zero.
 ROUNDING = 1e-6
 # Rows of a scatter matrix that are computed together.
 TILE = 256

@@ -132,8 +132,8 @@ def whole_number(value: Any, name: str, least: int, most: float = np.inf) -> int
     is_integer = hasattr(value, "__index__") and not isinstance(value, bool | np.ndarray)
     if not is_integer or not least <= int(value) <= most:
         until = " on" if most == np.inf else f" to {most}"
-        found = f"{value!r}"[:80]
-        raise InputError(f"{name}: expected a whole number from {least}{until}, found {found}")
+        text = f"{value!r}"[:80]
+        raise InputError(f"{name}: expected a whole number from {least}{until}, found {text}")
     return int(value)
 
 

@@ -67,8 +67,8 @@ def stem(name: str) -> str:
 def unpack(archive: Path, cache: Path) -> Path:
     """Returns the folder in `cache` with the contents of an archive, unpacked unless it is there.
 
-    The folder's name depends on path and state (`files.file_state`) of the archive. `skipped` has
-    what is no regular file or folder.
+    The folder's name depends on path and state (`files.file_state`) of the archive. `skipped` names
+    the entries that are neither files nor folders.
 
     Raises:
         InputError: the file is no archive, is damaged, has a name outside of the folder or in an

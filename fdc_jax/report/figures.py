@@ -106,8 +106,8 @@ def _heat_maps(matrices: Mapping[str, Any], scale: Normalize, rows: str, unit: s
             for row, column in np.argwhere(~np.isnan(cells)):
                 value = cells[row, column]
                 ink = "white" if scale(value) > 0.5 else drawing.INK
-                place = column + 1, row + 1, f"{value:.0f}"
-                axes.text(*place, color=ink, fontsize=6, ha="center", va="center")
+                label = column + 1, row + 1, f"{value:.0f}"
+                axes.text(*label, color=ink, fontsize=6, ha="center", va="center")
         axes.grid(visible=False)
         axes.set_xlabel(textwrap.fill(title, 26))
         drawing.whole_numbers(axes.xaxis, axes.yaxis)
