@@ -14,7 +14,7 @@ from fdc_jax import heads
 from fdc_jax.features import feature_files
 from tests import small_runs
 
-WIDTH, CLASSES = 512, 10
+WIDTH, CLASSES = 256, 10
 PROGRAM = """
 import sys, threading
 from fdc_jax import calibration
@@ -66,7 +66,7 @@ def write(folder, rows):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc, as Linux has it")
 def test_no_memory_map_is_copied(tmp_path):
     write(tmp_path / "small", 4_000)
-    write(tmp_path / "large", 30_000)
+    write(tmp_path / "large", 40_000)
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     folders = (tmp_path / "small", tmp_path / "large")
     output = small_runs.python("-c", PROGRAM, *folders, env=environment)
