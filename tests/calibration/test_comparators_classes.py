@@ -116,7 +116,8 @@ def test_the_chosen_ridge_is_sklearns_best(rows):
 
 
 @pytest.mark.parametrize("name", ["ranpac", "ridge"])
-def test_ranpac_and_ridge_are_sklearns_ridge(name):
+def test_ranpac_and_ridge_are_sklearns_ridge(name, monkeypatch):
+    monkeypatch.setattr(random_features, "TILE", 16)  # of the Gram matrix, with a smaller one
     comparator = fit(calibration.make(name, projections=50, seed=3), TASKS)
     features, labels = stacked("adapted")
     matrix = np.random.default_rng(3).standard_normal((12, 50), np.float32).astype(np.float64)
@@ -138,21 +139,9 @@ def test_ranpac_with_fewer_samples_than_projections():
     comparator = fit(random_features.RanPAC(projections=600), tasks)
     assert comparator.ridge < 100
     features, labels = stacked("adapted", tasks)
-    probes = features + np.random.default_rng(0).normal(size=features.shape)
-    nearest = fit(distances.NearestClassMean(), tasks).score(probes)
-    scores = comparator.score(probes)
-    assert np.mean(scores.label == labels) >= np.mean(nearest.label == labels) - 0.1
+    scores = comparator.score(features + np.random.default_rng(0).normal(size=features.shape))
+    assert np.mean(scores.label == labels) > 0.8
     assert np.abs(scores.task_scores).max() < 3
-
-
-def test_gram_matrices_are_added_by_tiles(monkeypatch):
-    """With a smaller tile at the end, and a smaller block of rows."""
-    monkeypatch.setattr(random_features, "TILE", 16)
-    hidden = np.random.default_rng(0).normal(size=(1100, 40)).astype(np.float32)
-    total = random_features.with_gram(None, hidden[:7])
-    assert random_features.with_gram(total, hidden[7:]) is total
-    wide = hidden.astype(np.float64)
-    np.testing.assert_allclose(total, wide.T @ wide, atol=1e-3)
 
 
 def test_ridge_solve_survives_a_singular_gram_matrix():

@@ -209,8 +209,6 @@ def test_a_tar_writes_nothing_outside_its_folder(outside, unpack, case):
     (file,) = (path for path in folder.rglob("*") if not path.is_dir())
     assert file == folder / expected.replace(OUTSIDE, str(outside)).lstrip("/")
     assert file.read_bytes() == b"content" and not file.is_symlink()
-    skipped = sum(fields.get("type", FOLDER) != FOLDER for *_, fields in members)
-    assert sum(map(len, archive.skipped(folder).paths.values())) == skipped
 
 
 @pytest.mark.parametrize("case", REFUSED)
