@@ -13,8 +13,8 @@ points more in one run, on images kept away from training.
 
 A test image passes through E_T and E_0, and a training step takes 1.6 times as long as
 Cumulative-LoRA's. With E_T alone, one pass, the Gaussians have 72.85 +- 0.90. Those of E2-LoRA
-(`configs/best.py:e2_lora`) at three times its learning rates have 72.10 +- 0.42 in two seeds, and
-73.33 +- 0.58 on the encoder of its authors' code (docs/studies/league.md).
+(`configs/best.py:e2_lora`) at three times its learning rates have 72.20 +- 0.35, and 73.33 +- 0.58
+on the encoder of its authors' code (docs/studies/league.md).
 """
 
 import ml_collections
