@@ -79,9 +79,7 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
     if layer:
         named: Any = _named_layer(base, layer)
         several = isinstance(named, nn.ModuleList)  # a head per task
-        modules = (
-            {f"{layer}.{i}": head for i, head in enumerate(named)} if several else {layer: named}
-        )
+        modules = dict(named.named_children()) if several else {layer: named}
 
     def keep(name: str) -> Callable[..., None]:
         return lambda _, args, output: calls.append((name, args[0], output))

@@ -239,9 +239,8 @@ class Config(Section, frozen=True):
     def __post_init__(self):
         if len({*self.seed}) < len(self.seed):
             raise InputError(f"config.seed: expected different numbers, found {self.seed}")
-        least, most = self.data.crop_scale
-        if least > most:
-            scale = self.data.crop_scale
+        scale = self.data.crop_scale
+        if scale[0] > scale[1]:
             raise InputError(f"config.data.crop_scale: expected ascending shares, found {scale}")
         if self.class_order and self.class_order_seed != -1:
             raise InputError(
@@ -261,8 +260,8 @@ class Config(Section, frozen=True):
         """Names of the calibrators, with `raw` unless one of them has it as a component."""
         names = [name.strip() for name in self.calibrators.split(",")]
         others = tuple(dict.fromkeys(name for name in names if name not in ("", "raw")))
-        methods = [calibration.METHODS.get(name) for name in others]
-        has_raw = any(method is not None and method.has_components for method in methods)
+        methods = [calibration.METHODS[name] for name in others if name in calibration.METHODS]
+        has_raw = any(method.has_components for method in methods)
         return others if has_raw else ("raw", *others)
 
 

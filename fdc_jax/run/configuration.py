@@ -43,6 +43,8 @@ WITHOUT_EFFECT = marked(HOST, RESUME)
 COMPARED = frozenset(name for name, _ in fields()) - marked(HOST, RESUME, GROUP)
 TASKS = marked(STREAM)
 
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
 Fields: TypeAlias = dict[str, Any]  # values by name, such as `train.rank`
 
 
@@ -156,13 +158,17 @@ def changed(config: Config, **sections: Fields) -> Config:
 
 
 def help_lines(config: ml_collections.ConfigDict) -> list[str]:
-    """Returns a line for every field, with its flag, value and description."""
+    """Returns a line for every field, with its flag, value, description and range."""
     values, lines = flatten(config), []
     for name, metas in fields(type_for(learners.find(values["learner.name"]), "")):
         value = values.get(name, "")
         text = ",".join(map(str, value)) if isinstance(value, list) else value
-        description = "".join(meta.description or "" for meta in metas)
-        lines.append(f"  --config.{name}={text}  # {description}")
+        parts = [meta.description for meta in metas if meta.description]
+        for meta in metas:
+            for key, limit in meta.__rich_repr__():
+                if key in _SIGNS and limit != 2**53:
+                    parts.append(f"{_SIGNS[key]} {limit}")
+        lines.append(f"  --config.{name}={text}  # {'; '.join(parts)}")
     return lines
 
 

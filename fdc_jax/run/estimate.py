@@ -160,16 +160,15 @@ def _seconds_of_loading(config: Config) -> float:
     colours = np.random.default_rng(0).integers(0, 256, (15, 20, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(colours).resize(_PHOTOGRAPH).save(file, "JPEG")
-    images = _LOADED_IMAGES
     from fdc_jax.data import digits  # The import takes a second.
 
     train, _ = digits.open_digits()
     photographs = dataclasses.replace(train, read=lambda index: file.getvalue())
     batches = TrainBatches(
         photographs,
-        np.arange(images),
-        train.labels[:images],
-        batch_size=images // 2,
+        np.arange(_LOADED_IMAGES),
+        train.labels[:_LOADED_IMAGES],
+        batch_size=_LOADED_IMAGES // 2,
         image_size=config.encoder.image_size,
         workers=config.data.workers,
         seed=0,
@@ -181,7 +180,7 @@ def _seconds_of_loading(config: Config) -> float:
     clock = time.perf_counter()
     for _ in batches:
         pass
-    return (time.perf_counter() - clock) / images
+    return (time.perf_counter() - clock) / _LOADED_IMAGES
 
 
 def state_bytes(learner: Learner) -> int:

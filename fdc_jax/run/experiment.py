@@ -98,12 +98,11 @@ def previous_features(
     The features are saved before the task is learned, after which E_{t-1} may be gone. They are
     None if no calibrator reads them.
     """
-    setup, folder, seconds = work.setup, work.folder, 0.0
-    learner = setup.learner
+    learner, folder, seconds = work.setup.learner, work.folder, 0.0
     reads = learner.trains and any(c.reads_previous for c in calibrators.values())
     features = folder.previous(task) if task and reads else None
     if task and reads and features is None:
-        encoder = learner.encoder(setup.backbone, state, task)
+        encoder = learner.encoder(work.setup.backbone, state, task)
         extraction = work.images.previous_features(task, encoder)
         folder.write_previous(task, extraction.features)
         features, seconds = folder.previous(task), extraction.seconds
@@ -120,8 +119,9 @@ def train(work: Work, task: int, state: Any, point: ResumePoint) -> Any:
     if first_step == 0:
         new = learner.before_task(backbone, state, task, images)
         state = setups.checked_state(learner, state, new, "before_task")
-    started = setups.start_task(learner, update, backbone, state, task, work.seed)
-    frozen, trained, optimizer = started
+    frozen, trained, optimizer = setups.start_task(
+        learner, update, backbone, state, task, work.seed
+    )
     if first_step > 0:
         trained = point.training["trained"]
         optimizer = point.training["optimizer"]

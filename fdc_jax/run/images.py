@@ -56,8 +56,8 @@ class RunImages:
         return TaskImages(
             augmented=lambda: placed(self.batches(task)),
             plain=lambda: placed(self._plain(task)),
-            features=lambda encoder: (self._extract([encoder], self._plain(task))[0][0], labels),
-            pretrained=lambda: (self._pretrained(task).features, labels),
+            features=lambda encoder: (self.previous_features(task, encoder).features, labels),
+            pretrained=lambda: (self._with_pretrained(task)[0].features, labels),
         )
 
     def previous_features(self, task: int, encoder: Any) -> Extraction:
@@ -69,30 +69,28 @@ class RunImages:
 
         Features of E_0 are cached for other seeds and learners; decoded images leave the memory.
         """
-        setup, cache = self._setup, self._setup.pretrained_features
-        key = f"train_{task:03d}", setup.tasks.train_indices[task]
-        pretrained = cache.find(*key) if setup.pretrained_view else None
-        if not setup.learner.trains:
-            adapted = self._pretrained(task)
-        elif setup.pretrained_view and pretrained is None:
-            encoders = [encoder, vit.pretrained_kernels(setup.backbone)]
-            adapted, pretrained = self._extract(encoders, self._plain(task))
-            cache.keep(*key, pretrained)
+        pretrained = None
+        if not self._setup.learner.trains:
+            (adapted,) = self._with_pretrained(task)
+        elif self._setup.pretrained_view:
+            adapted, pretrained = self._with_pretrained(task, encoder)
         else:
-            (adapted,) = self._extract([encoder], self._plain(task))
+            adapted = self.previous_features(task, encoder)
         self._decoded.forget("decoded")
         return adapted, pretrained
 
-    def _pretrained(self, task: int) -> Extraction:
-        """Returns features of a task's training images by E_0, and caches them for other runs."""
+    def _with_pretrained(self, task: int, *encoders: Any) -> list[Extraction]:
+        """Returns features of a task's training images by encoders, and by E_0 from the cache."""
         setup, cache = self._setup, self._setup.pretrained_features
         key = f"train_{task:03d}", setup.tasks.train_indices[task]
-        extraction = cache.find(*key)
-        if extraction is None:
-            encoders = [vit.pretrained_kernels(setup.backbone)]
-            (extraction,) = self._extract(encoders, self._plain(task))
-            cache.keep(*key, extraction)
-        return extraction
+        pretrained = cache.find(*key)
+        if pretrained is None:
+            both = [*encoders, vit.pretrained_kernels(setup.backbone)]
+            *adapted, pretrained = self._extract(both, self._plain(task))
+            cache.keep(*key, pretrained)
+        else:
+            adapted = [self.previous_features(task, encoder) for encoder in encoders]
+        return [*adapted, pretrained]
 
     def test_features(self, count: int, encoder: Any) -> Views:
         """Returns features of the first `count` test images (line 14)."""
@@ -104,22 +102,22 @@ class RunImages:
             return self._extract([encoder], batches)[0]
 
         adapted = extract(encoder, indices[:count]) if setup.learner.trains else None
-        if adapted is not None and not setup.pretrained_view:
+        if adapted and not setup.pretrained_view:
             return adapted, None
         pretrained = setup.pretrained_features.find("test", indices)
         if pretrained is None:
             pretrained = extract(vit.pretrained_kernels(setup.backbone), indices)
             setup.pretrained_features.keep("test", indices, pretrained)
         pretrained = pretrained._replace(features=pretrained.features[:count])
-        return (pretrained, None) if adapted is None else (adapted, pretrained)
+        return (adapted, pretrained) if adapted else (pretrained, None)
 
     def validation_features(self, encoder: Any) -> Views:
         """Returns features of all validation images, which calibrators do not see."""
         setup, encoders = self._setup, [encoder]
         if setup.pretrained_view:
             encoders.append(vit.pretrained_kernels(setup.backbone))
-        tasks, options = setup.tasks, setup.evaluation_batches
-        batches = EvaluationBatches(tasks.train, tasks.validation_indices, None, **options)
+        images = setup.tasks.train, setup.tasks.validation_indices
+        batches = EvaluationBatches(*images, None, **setup.evaluation_batches)
         adapted, *pretrained = self._extract(encoders, batches)
         return adapted, pretrained[0] if pretrained else None
 

@@ -11,6 +11,7 @@ import tqdm
 from fdc_jax.data.batches import Batch, TrainBatches
 from fdc_jax.errors import TrainingError
 from fdc_jax.machine import devices
+from fdc_jax.run import estimate
 
 _LINE_EVERY = 30.0  # seconds between plain lines when the output is no terminal
 
@@ -49,11 +50,10 @@ class Progress:
         elif now - self._last_line >= _LINE_EVERY:
             self._last_line = now
             left = (now - self._clock) / (self._done - self._first) * (self._total - self._done)
-            unit, size = ("min", 60) if left >= 60 else ("s", 1)
             numbers = ", ".join(f"{name} {value}" for name, value in values.items())
             self.line(
                 f"{stage}: {self._unit} {self._done} of {self._total}, {numbers}, "
-                f"about {left / size:.0f} {unit} left"
+                f"about {estimate.duration(left)} left"
             )
 
     def line(self, text: str) -> None:

@@ -86,7 +86,7 @@ def first_point(setup: Setup) -> ResumePoint:
     for name in setup.config.calibrator_names:
         calibrators[name] = calibration.make(name, **settings)
         calibrators[name].doubts = ""  # In a run, head rows and labels cannot be misaligned.
-    planned = tuple(setup.learner.setup.classes_per_task)
+    planned = setup.learner.setup.classes_per_task
     cursor = Cursor(task=0, phase="training", classes_per_task=planned)
     return ResumePoint(cursor, calibrators, setups.first_state(setup.learner))
 
@@ -106,7 +106,7 @@ def newest(encoders: Encoders, seed: int, checkpoints: Checkpoints) -> ResumePoi
     number, saved = checkpoint
     folder = checkpoints.folder / str(number)
     cursor = _cursor(folder, saved)
-    planned = tuple(encoders.learner.setup.classes_per_task)
+    planned = encoders.learner.setup.classes_per_task
     tree = checkpoints.read(number, _template(encoders, seed, cursor, cursor.classes_per_task))
     if planned != cursor.classes_per_task:
         grown = training.grown_to(tree, _template(encoders, seed, cursor, planned))

@@ -1,5 +1,6 @@
 """The set-up that all seeds of a configuration share."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -103,9 +104,9 @@ def _complete(encoders: Encoders, tasks: TaskStream) -> Setup:
     steps = [epochs * -(-len(indices) // train.batch_size) for indices in tasks.train_indices]
 
     def batches(size: int, **options: Any) -> dict[str, Any]:
+        options |= {"image_size": config.encoder.image_size, "workers": data.workers}
         own_rows = devices.own_rows(learner.setup.mesh, size)
-        common = {"image_size": config.encoder.image_size, "workers": data.workers}
-        return {"batch_size": size, "own_rows": own_rows, **common, **options}
+        return options | {"batch_size": size, "own_rows": own_rows}
 
     return Setup(
         **vars(encoders),
@@ -228,11 +229,12 @@ def cache_folder(config: Config) -> Path:
 def _pretrained_features(encoders: Encoders, tasks: TaskStream) -> FeatureCache:
     """Returns the cache of E_0's features, with everything that they depend on as its key."""
     fields = configuration.flatten(encoders.config)
-    run_fields = ("precision", "data.input_range", "evaluation.batch_size")
-    encoder_fields = {name for name in fields if name.startswith("encoder.")} - {"encoder.weights"}
-    settings = {name: fields[name] for name in (*run_fields, *encoder_fields)}
-    settings["encoder.attention"] = encoders.learner.setup.model.attention
+    settings = {name: value for name, value in fields.items() if name.startswith("encoder.")}
+    del settings["encoder.weights"]
+    for name in ("precision", "data.input_range", "evaluation.batch_size"):
+        settings[name] = fields[name]
     settings |= {"devices": devices.description(), "jax": jax.__version__}
+    settings["encoder.attention"] = encoders.learner.setup.model.attention
     settings["architecture"] = architecture(encoders)
     return FeatureCache(encoders.cache / "features", checksums(encoders, tasks) | settings)
 
@@ -280,16 +282,16 @@ def run_content(setup: Setup) -> Content:
 
 def trained_parameters(encoders: Encoders) -> int:
     """Returns the number of parameters that a task trains."""
-    if not encoders.learner.trains:
+    learner = encoders.learner
+    if not learner.trains:
         return 0
 
-    def start_task(backbone, learner=encoders.learner):
-        with learners.noted(type(learner), "start_task"):
-            _, trained = learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
-        return trained
+    def start_task(backbone):
+        return learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
 
-    leaves = jax.tree.leaves(jax.eval_shape(start_task, encoders.backbone))
-    return sum(leaf.size for leaf in leaves)
+    with learners.noted(type(learner), "start_task"):
+        _, trained = jax.eval_shape(start_task, encoders.backbone)
+    return sum(leaf.size for leaf in jax.tree.leaves(trained))
 
 
 # The learner's state on the devices ---------------------------------------------------------------
@@ -303,13 +305,25 @@ def first_state(learner: Learner) -> Any:
 def start_task(
     learner: Learner, update: training.Update, backbone: Any, state: Any, task: int, seed: int
 ) -> tuple[Any, Any, Any]:
-    """Returns the frozen and the trained arrays of a task, and the optimiser's state."""
+    """Returns the frozen and the trained arrays of a task, and the optimiser's state.
+
+    Raises:
+        InputError: `after_task` will return a state of another form, as far as no image tells.
+    """
     key = jax.random.fold_in(jax.random.key(seed), task)
     mesh = learner.setup.mesh
     with learners.noted(type(learner), "start_task"):
         started = learner.start_task(backbone, state, task, key)
         # Every step reads these, so that none of them may stay on the host.
         frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
+
+    def after_task(backbone, state, *started):
+        return learner.after_task(backbone, state, task, *started, None)
+
+    new = state
+    with contextlib.suppress(Exception):  # It reads images or computes on the host.
+        new = jax.eval_shape(after_task, backbone, state, frozen, trained)
+    learners.check_state(learner.section(), "after_task", state, new)
     return frozen, trained, devices.replicate(mesh, update.initialise(trained))
 
 

@@ -54,7 +54,7 @@ HELP = """
 train.epochs=0  # 0: chosen by
 data.test_share=0.2  # to hold out
 learner.name=inflora  # see the README
-learner.inflora.lamb=0.98  # share of energy
+learner.inflora.lamb=0.98  # share of energy to protect at the first task; > 0; <= 1
 data.crop_scale=0.05,1.0  # share of the image
 """
 
