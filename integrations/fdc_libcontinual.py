@@ -53,48 +53,50 @@ class FDCModel:
             self._calibrated = [fdc_torch.Calibrated(pair, calibrator, _views)]
 
     def after_task(self: Any, task_idx: int, buffer: Any, train: Any, test: Any) -> None:
-        """Fits the task with its current head; prints the accuracy without calibration."""
+        """Fits the task with its current head."""
         super().after_task(task_idx, buffer, train, test)
         classes, layer = np.unique(self._images.labels), self.get_submodule(self.LAYER)
         one = isinstance(layer, nn.ModuleList)
         head = fdc_torch.head_of(layer[task_idx] if one else layer, slice(None) if one else classes)
         (calibrated,) = self._calibrated
         calibrated.to(self.device).after_task(self._walk(), classes, head)
-        self.eval()
-        right, count = 0.0, 0
-        for data in (data for loader in test for data in loader):
-            _, accuracy = super().inference(data)
-            right += accuracy * len(data["label"])
-            count += len(data["label"])
-        self.train()
-        print(f" * Task {task_idx} without calibration: {100 * right / count:.2f} %")
+        self._task = task_idx
+        self._num_images = sum(len(loader.dataset) for loader in test)
+        self._own_right = []
 
     def _walk(self: Any) -> DataLoader:
         # A separate generator leaves the random numbers of training as they are.
         return DataLoader(self._images, self._batch, generator=torch.Generator())
 
     def inference(self: Any, data: dict[str, Any], **kwargs: Any) -> tuple[torch.Tensor, float]:
-        """Returns calibrated predictions and their accuracy."""
+        """Returns calibrated predictions and their accuracy.
+
+        Prints the accuracy without calibration as soon as all test images were seen.
+        """
         (calibrated,) = getattr(self, "_calibrated", None) or [None]
         if calibrated is None or not len(calibrated.classes):
             return super().inference(data, **kwargs)
         scores = calibrated(data["image"].to(self.device))
         labels = calibrated.classes[scores.argmax(dim=1)]
-        return labels, (labels == data["label"].to(labels)).double().mean().item()
+        true = data["label"].to(labels)
+        self._own_right += (self._own.to(labels) == true).tolist()
+        if len(self._own_right) == self._num_images:
+            own = 100 * np.mean(self._own_right)
+            print(f" * Task {self._task} without calibration: {own:.2f} %")
+        return labels, (labels == true).double().mean().item()
 
 
 def _views(models: nn.ModuleList, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns the input of the last layer in the inference of every model."""
     seen: list[torch.Tensor] = []
     for model in models:
-        layer = model.get_submodule(model.LAYER)
-        layer = (
-            layer[0] if isinstance(layer, nn.ModuleList) else layer
-        )  # All layers have the same input.
+        layer: Any = model.get_submodule(model.LAYER)
+        # All layers of a list have the same input.
+        layer = layer[0] if isinstance(layer, nn.ModuleList) else layer
         hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         labels = torch.zeros(len(images), dtype=torch.int64)
         try:
-            super(FDCModel, model).inference({"image": images, "label": labels})
+            model._own, _ = super(FDCModel, model).inference({"image": images, "label": labels})
         finally:
             hook.remove()
     return tuple(seen)

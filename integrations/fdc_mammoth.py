@@ -49,24 +49,38 @@ class FDCModel:
         super().begin_task(dataset)
 
     def end_task(self: Any, dataset: Any) -> None:
-        """Fits the task with the current rows of the head; logs the accuracy without calibration.
+        """Fits the task with the current rows of the head.
 
         Later tasks lower the logits of classes without images.
         """
         super().end_task(dataset)
         classes = np.arange(*dataset.get_offsets(self.current_task))
         self._calibrated[0].after_task(self._walk(dataset), classes)
-        calibrated, self._calibrated = self._calibrated, []
-        own, _ = dataset.evaluate(self, dataset)
-        self._calibrated = calibrated
-        logging.info(f"[Class-IL] without calibration: {np.mean(own):.2f} %")
+        self._answers = []
+
+    def end_eval(self: Any, dataset: Any, accs: Any) -> None:
+        """Logs the accuracy without calibration of the images that were just evaluated."""
+        super().end_eval(dataset, accs)
+        answers = iter(torch.cat(self._answers).cpu().numpy())
+        tasks = [loader.dataset.targets for loader in dataset.test_loaders]
+        own = [np.mean([next(answers, -1) == label for label in labels]) for labels in tasks]
+        logging.info(f"[Class-IL] without calibration: {100 * np.mean(own):.2f} %")
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Returns calibrated scores in evaluation; classes of later tasks are below all others."""
         (calibrated,) = getattr(self, "_calibrated", None) or [None]
         if self.net.training or calibrated is None or not len(calibrated.classes):
             return super().forward(x)
+
+        def keep(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+            self._seen = given[:1]
+
+        hook = self.net.get_submodule(self.LAYER).register_forward_pre_hook(keep)
+        own = super().forward(x)[:, : len(calibrated.classes)]
+        hook.remove()
+        self._answers.append(own.argmax(dim=1))
         scores = calibrated.eval()(x)
+        self._seen = ()
         columns = scores.new_full((len(scores), self.num_classes), float(scores.min()) - 1.0)
         columns[:, calibrated.classes] = scores
         return columns
@@ -86,7 +100,13 @@ class FDCModel:
         pair = nn.ModuleList([self.net, *[copy.deepcopy(self.net)] * self.PRETRAINED])
         calibrator = calibration.make(self.CALIBRATOR, **self.SETTINGS)
         # A list hides the module from `parameters()`.
-        self._calibrated = [fdc_torch.Calibrated(pair, calibrator, layer=self.LAYER)]
+        self._calibrated = [fdc_torch.Calibrated(pair, calibrator, self._views)]
+        self._seen, self._answers = (), []
+
+    def _views(self: Any, models: nn.ModuleList, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the input of the last layer of every backbone; in evaluation it was just seen."""
+        views = [fdc_torch.pooled(model, x, self.LAYER) for model in models[len(self._seen) :]]
+        return (*self._seen, *views)
 
     def _walk(self: Any, dataset: Any) -> Iterator[Any]:
         images = dataset.train_loader.dataset

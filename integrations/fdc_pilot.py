@@ -67,14 +67,21 @@ class FDCLearner:
 
     def eval_task(self: Any) -> Any:
         """Logs the accuracy of the network's own predictions; returns that of calibrated ones."""
-        own = super()._eval_cnn(self.test_loader)  # pyright: ignore
-        self.raw_curve.append(self._evaluate(*own)["top1"])
+        accuracies = super().eval_task()  # pyright: ignore
         logging.info(f"CNN top1 curve without calibration: {self.raw_curve}")
-        return super().eval_task()  # pyright: ignore
+        return accuracies
 
     def _eval_cnn(self: Any, loader: Any) -> tuple[np.ndarray, np.ndarray]:
-        *views, labels = _views(self, self.frozen, loader)
-        scores = self.calibrator.class_scores(*views)  # Columns are positions, as tasks are.
+        seen: list[torch.Tensor] = []
+        layers = getattr(self._network, "classifier_pool", None) or [self._network.fc]
+        hook = layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        own, labels = super()._eval_cnn(loader)  # pyright: ignore
+        hook.remove()
+        self.raw_curve.append(self._evaluate(own, labels)["top1"])
+        adapted = torch.cat(seen).cpu().numpy() if seen else np.zeros(0)
+        if len(adapted) != len(labels):  # A learner may answer without this layer.
+            adapted, _ = self._extract_vectors(loader)
+        scores = self.calibrator.class_scores(adapted, _frozen(self, self.frozen, loader))
         return np.argsort(-scores, axis=1)[:, : self.topk], labels
 
 
@@ -114,9 +121,15 @@ def _loader(data_manager: Any, first: int, end: int, source: str = "train") -> D
 def _views(learner: Any, frozen: nn.Module, loader: Any) -> tuple[np.ndarray, ...]:
     """Returns features by the network and by the frozen network, and labels."""
     adapted, labels = learner._extract_vectors(loader)
+    return adapted, _frozen(learner, frozen, loader), labels
+
+
+def _frozen(learner: Any, frozen: nn.Module, loader: Any) -> np.ndarray:
+    """Returns features by the frozen network."""
     current, learner._network = learner._network, frozen.to(learner._device)
-    vectors, learner._network = learner._extract_vectors(loader)[0], current
-    return adapted, vectors, labels
+    vectors, _ = learner._extract_vectors(loader)
+    learner._network = current
+    return vectors
 
 
 def _head(network: Any, task: int, classes: np.ndarray) -> Any:
