@@ -25,6 +25,27 @@ def digits():
     return train_test_split(images, labels, test_size=0.4, random_state=0)
 
 
+@pytest.fixture(scope="session")
+def digit_images(digits):
+    """The digits in uint8, [n, 8, 8]."""
+    images = [(part * 255).astype(np.uint8).reshape(-1, 8, 8) for part in digits[:2]]
+    return [*images, *digits[2:]]
+
+
+@pytest.fixture
+def real_images():
+    """Training and test images of `real_images.py` in uint8, and labels of both; its encoder."""
+    if not {"CIFAR100", "WEIGHTS"} <= os.environ.keys():
+        pytest.skip("needs CIFAR100 and WEIGHTS, see real_images.py")
+    import real_images as real
+
+    pixels = (127.5 * (real.images + 1)).round().byte().permute(0, 2, 3, 1)
+    arrays = [
+        part[rows].numpy() for part in (pixels, real.labels) for rows in (~real.test, real.test)
+    ]
+    return arrays, real.vit
+
+
 def run_program(heading, given=(), **replaced):
     """Runs the page's program under a heading with other words; returns what it defines."""
     program = PAGE.read_text().split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]

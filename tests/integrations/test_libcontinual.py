@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,21 +41,14 @@ class Body(torch.nn.Module):
 
 
 @pytest.fixture
-def trainer(checkout, digits, tmp_path, monkeypatch):
-    """Trains a method, named with its settings, and returns it with copies of it."""
+def trainer(checkout, tmp_path, monkeypatch):
+    """Trains a method with its settings on images in uint8, and returns it with copies of it."""
     from PIL import Image
 
     defined = checkout("LIBCONTINUAL", "LibContinual")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     import core.model as methods
     from core import trainer as trainers
-
-    for mode, images, labels in (("train", *digits[::2]), ("test", *digits[1::2])):
-        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
-            folder = tmp_path / "data" / mode / str(label)
-            folder.mkdir(parents=True, exist_ok=True)
-            pixels = (image * 255).astype(np.uint8).reshape(8, 8)
-            Image.fromarray(pixels).save(folder / f"{number}.png")
 
     class OnHost(trainers.Trainer):
         def _init_logger(self, config, mode="train"):
@@ -67,7 +61,13 @@ def trainer(checkout, digits, tmp_path, monkeypatch):
     monkeypatch.setattr(trainers, "compute_fps", lambda *_: {"avg_fps": 0, "best_fps": 0})
     monkeypatch.setattr(methods, "Body", Body, raising=False)
 
-    def train(base, **changed):
+    def train(splits, base, **changed):
+        for mode, images, labels in (("train", *splits[::2]), ("test", *splits[1::2])):
+            for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+                folder = tmp_path / "data" / mode / f"{label:02}"
+                folder.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).save(folder / f"{number:04}.png")
+
         class Watched(base):
             def before_task(self, task_idx, *rest):
                 super().before_task(task_idx, *rest)
@@ -121,7 +121,7 @@ def check(name, run, features, layer_of):
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_finetune_with_a_buffer_scores_as_refitted(trainer, name, capsys):
+def test_finetune_with_a_buffer_scores_as_refitted(trainer, digit_images, name, capsys):
     defined, train = trainer
 
     class Named(defined["Finetune"]):
@@ -129,6 +129,7 @@ def test_finetune_with_a_buffer_scores_as_refitted(trainer, name, capsys):
 
     settings = {"num_class": 10, "feat_dim": 48}
     run = train(
+        digit_images,
         Named,
         classifier={"name": "Watched", "kwargs": settings},
         backbone={"name": "Body", "kwargs": {}},
@@ -164,34 +165,48 @@ def test_finetune_with_a_buffer_scores_as_refitted(trainer, name, capsys):
     assert torch.equal(read._calibrated[0].eval()(images), expected(images))
 
 
-@pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_inflora_scores_as_refitted(trainer, monkeypatch, name):
-    defined, train = trainer
-    import core.model as methods
+def small(weights=None):
+    """InfLoRA asks for this kind, whose own is ViT-B/16 with weights that are fetched."""
     from core.model.backbone.transformer import VisionTransformer
+    from core.model.InfLoRA_opt import ViTZoo
 
-    class Small(methods.InfLoRA_opt.ViTZoo):
-        """InfLoRA asks for this kind, whose own is ViT-B/16 with weights that are fetched."""
-
-        def __init__(self, **size):
+    class Small(ViTZoo):
+        def __init__(self, **kwargs):
             torch.nn.Module.__init__(self)
-            self.feat, self.prompt, self.prompt_flag = VisionTransformer(**size), None, ""
+            self.feat, self.prompt, self.prompt_flag = VisionTransformer(**kwargs), None, ""
+            if weights:
+                self.feat.load_state_dict(weights, strict=False)  # without LoRA
+
+    return Small
+
+
+def train_inflora(train, splits, base, small, classes, size, **changed):
+    import core.model as methods
+
+    methods.Small = small
+    lora = {"attn_layer": "MultiHeadAttention_LoRA", "lora_rank": 4}
+    tasks = {"init_cls_num": classes, "inc_cls_num": classes, "task_num": 5}
+    settings = {"use_ca": False, "lame": 1.0, "lamb": 0.95, "embd_dim": size["embed_dim"]}
+    return train(
+        splits,
+        base,
+        classifier={"name": "Watched", "kwargs": tasks | settings | {"dataset": "digits"}},
+        backbone={"name": "Small", "kwargs": size | lora},
+        buffer=CONFIG["buffer"] | {"kwargs": CONFIG["buffer"]["kwargs"] | {"buffer_size": 0}},
+        optimizer={"name": "Adam", "kwargs": {"lr": 0.002}},
+        **tasks | changed,
+    )
+
+
+@pytest.mark.parametrize("name", ["fdc", "gaussians"])
+def test_inflora_scores_as_refitted(trainer, digit_images, name):
+    defined, train = trainer
 
     class Named(defined["InfLoRA_OPT"]):
         CALIBRATOR = name
 
-    monkeypatch.setattr(methods, "Small", Small, raising=False)
     size = {"img_size": 8, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 4}
-    lora = {"attn_layer": "MultiHeadAttention_LoRA", "lora_rank": 4}
-    tasks = {"init_cls_num": 2, "inc_cls_num": 2, "task_num": 5, "dataset": "digits"}
-    settings = {"use_ca": False, "lame": 1.0, "lamb": 0.95, "embd_dim": 64}
-    run = train(
-        Named,
-        classifier={"name": "Watched", "kwargs": tasks | settings},
-        backbone={"name": "Small", "kwargs": size | lora},
-        buffer=CONFIG["buffer"] | {"kwargs": CONFIG["buffer"]["kwargs"] | {"buffer_size": 0}},
-        optimizer={"name": "Adam", "kwargs": {"lr": 0.002}},
-    )
+    run = train_inflora(train, digit_images, Named, small(), 2, size)
 
     def features(model, images):
         with torch.no_grad():
@@ -201,3 +216,20 @@ def test_inflora_scores_as_refitted(trainer, monkeypatch, name):
         return model._network.classifier_pool[classes[0] // 2], slice(None)
 
     check(name, run, features, layer_of)
+
+
+def test_gaussians_surpass_raw_logits_on_real_images(trainer, real_images, capsys):
+    defined, train = trainer
+    splits, vit = real_images
+    weights = vit().state_dict()
+    for name, other in ((".norm", ".ln_"), ("blocks.", "transformer.blocks.")):
+        weights = {key.replace(name, other): value for key, value in weights.items()}
+    size = {"img_size": 96, "patch_size": 16, "embed_dim": 192, "depth": 12, "num_heads": 3}
+    plain = [{"ToTensor": {}}, {"Normalize": {"mean": [0.5] * 3, "std": [0.5] * 3}}]
+    changed = {"train_trfms": plain, "test_trfms": plain, "class_order": [*range(20)]}
+    base = defined["InfLoRA_OPT"]
+    run = train_inflora(train, splits, base, small(weights), 4, size, image_size=96, **changed)
+    calibrated = run._validate(4)["avg_acc"] / 100
+    (raw,) = re.findall(r"Task 4 without calibration: ([\d.]+)", capsys.readouterr().out)
+    print({"raw": float(raw) / 100, "gaussians": calibrated})
+    assert calibrated > float(raw) / 100 + 0.1

@@ -15,18 +15,27 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def write_digits(folder, digits):
-    """Writes digits, scaled to 28 pixels, as the files of MNIST that Mammoth reads."""
+    """Writes digits in uint8, scaled to 28 pixels, as the files of MNIST that Mammoth reads."""
     for kind in ("MyMNIST", "MNIST"):
         (folder / "MNIST" / kind / "raw").mkdir(parents=True)
         for name, images, labels in (("train", *digits[::2]), ("t10k", *digits[1::2])):
-            small = (images * 255).astype(np.uint8).reshape(-1, 8, 8)
-            large = np.pad(np.kron(small, np.ones((1, 3, 3), np.uint8)), [(0, 0), (2, 2), (2, 2)])
+            large = np.pad(np.kron(images, np.ones((1, 3, 3), np.uint8)), [(0, 0), (2, 2), (2, 2)])
             start = folder / "MNIST" / kind / "raw" / name
             head = struct.pack(">iiii", 2051, *large.shape)
             start.with_name(f"{name}-images-idx3-ubyte").write_bytes(head + large.tobytes())
             head = struct.pack(">ii", 2049, len(labels))
             rest = labels.astype(np.uint8).tobytes()
             start.with_name(f"{name}-labels-idx1-ubyte").write_bytes(head + rest)
+
+
+def initialized(monkeypatch, folder, options):
+    """Returns a model, images and arguments as Mammoth's command does."""
+    options = f"{options} --model=sgd --n_epochs=4 --batch_size=32 --seed=1 --num_workers=0"
+    options = [*options.split(), "--non_verbose=1", f"--base_path={folder}"]
+    monkeypatch.setattr(sys, "argv", ["main.py", *options])
+    import main
+
+    return main.initialize()
 
 
 class Images(torch.utils.data.Dataset):
@@ -57,17 +66,14 @@ def test_statistics_are_of_images_in_the_preprocessing_of_the_test():
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_model_and_its_copies_score_as_refitted(checkout, digits, tmp_path, monkeypatch, name):
+def test_model_and_its_copies_score_as_refitted(
+    checkout, digit_images, tmp_path, monkeypatch, name
+):
     model_type = checkout("MAMMOTH", "Mammoth")["SgdFDC"]
-    write_digits(tmp_path, digits)
-    options = "--model=sgd --dataset=seq-mnist --lr=0.05 --n_epochs=4 --batch_size=32 --seed=1"
-    options = [*options.split(), "--num_workers=0", "--non_verbose=1", f"--base_path={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["main.py", *options])
+    write_digits(tmp_path, digit_images)
+    plain, dataset, args = initialized(monkeypatch, tmp_path, "--dataset=seq-mnist --lr=0.05")
     from utils.training import train
 
-    import main
-
-    plain, dataset, args = main.initialize()
     networks, parts, copies, lines = [], [], [], []
     # Mammoth takes other handlers off the root logger.
     monkeypatch.setattr("fdc_mammoth.logging", SimpleNamespace(info=lines.append))
@@ -131,3 +137,40 @@ def test_model_and_its_copies_score_as_refitted(checkout, digits, tmp_path, monk
     right = scores.argmax(dim=1).numpy() == labels
     print({"raw": raw.mean().item(), name: right.mean().item()})
     assert surpasses(right, raw)
+
+
+def test_gaussians_surpass_raw_logits_on_real_images(checkout, real_images, tmp_path, monkeypatch):
+    model_type = checkout("MAMMOTH", "Mammoth")["SgdFDC"]
+    from torchvision import datasets, transforms
+
+    splits, vit = real_images
+
+    def read(self, root, train, transform, *_):
+        self.data, self.targets = splits[not train], splits[2 + (not train)]
+        self.transform, self.target_transform = transform, None
+
+    monkeypatch.setattr(datasets.CIFAR100, "__init__", read)
+    monkeypatch.setattr(datasets.CIFAR100, "_check_integrity", lambda _: True)
+    plain, dataset, args = initialized(monkeypatch, tmp_path, "--dataset=seq-cifar100 --lr=0.01")
+    from utils.training import train
+
+    kind = type(dataset)
+    kind.N_TASKS, kind.N_CLASSES_PER_TASK, kind.N_CLASSES = 5, 4, 20
+    kind.get_normalization_transform = lambda _: transforms.Normalize(0.5, 0.5)
+    kind.TRANSFORM = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.5, 0.5)])
+    lines, accuracies = [], []
+    monkeypatch.setattr("fdc_mammoth.logging", SimpleNamespace(info=lines.append))
+
+    class Watched(model_type):
+        LAYER = "head"
+
+        def end_eval(self, dataset, of_tasks):
+            super().end_eval(dataset, of_tasks)
+            accuracies.append(np.mean(of_tasks[0]))
+
+    torch.manual_seed(1)
+    model = Watched(vit(20), plain.loss, args, dataset.get_transform(), dataset)
+    train(model.to(plain.device), dataset, args)
+    raw = float(lines[-1].removeprefix("[Class-IL] without calibration: ").removesuffix(" %"))
+    print({"raw": raw / 100, "gaussians": accuracies[-1] / 100})
+    assert accuracies[-1] > raw + 10

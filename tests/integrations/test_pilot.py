@@ -22,33 +22,32 @@ ARGS |= {"dataset": "digits", "init_cls": 2, "increment": 2, "init_epoch": 3, "e
 ARGS |= {"batch_size": 32, "shuffle": True, "device": [torch.device("cpu")]}
 
 
-def data_manager(digits):
-    """PILOT's own, with digits in place of its images."""
+def data_manager(splits, backbone, **settings):
+    """PILOT's own, with images in uint8 and a backbone in place of its own."""
+    from models import finetune
     from torchvision import transforms
-    from utils import data, data_manager
+    from utils import data, data_manager, inc_net
 
-    class Digits(data.iData):
-        use_path, class_order = False, list(range(10))
+    class Images(data.iData):
+        use_path, class_order = False, [*np.unique(splits[2])]
         train_trsf, test_trsf, common_trsf = [], [], [transforms.ToTensor()]
 
         def download_data(self):
-            splits = [(images * 255).astype(np.uint8).reshape(-1, 8, 8) for images in digits[:2]]
-            self.train_data, self.test_data = splits
-            self.train_targets, self.test_targets = digits[2:]
+            self.train_data, self.test_data, self.train_targets, self.test_targets = splits
 
-    data_manager._get_idata = lambda *_: Digits()
-    manager = data_manager.DataManager("digits", True, 1, 2, 2, ARGS)
-    ARGS.update(nb_classes=manager.nb_classes, nb_tasks=manager.nb_tasks)
-    return manager
+    data_manager._get_idata = lambda *_: Images()
+    inc_net.get_backbone, finetune.num_workers = backbone, 0
+    args = ARGS | settings
+    manager = data_manager.DataManager("", True, 1, args["init_cls"], args["increment"], args)
+    return manager, args | {"nb_classes": manager.nb_classes, "nb_tasks": manager.nb_tasks}
 
 
 @pytest.mark.parametrize("name", ["fdc", "gaussians"])
-def test_learner_and_dump_score_as_refitted(checkout, digits, tmp_path, name):
+def test_learner_and_dump_score_as_refitted(checkout, digit_images, tmp_path, name):
     pytest.importorskip("timm.layers.weight_init", reason="needs timm, as PILOT does")
     learner_type = checkout("PILOT", "PILOT")["Learner"]
     from fdc_pilot import dump
     from models import finetune
-    from utils import inc_net
 
     def backbone(args, pretrained=False):
         torch.manual_seed(0)
@@ -57,9 +56,8 @@ def test_learner_and_dump_score_as_refitted(checkout, digits, tmp_path, name):
         network.out_dim = 48
         return network
 
-    inc_net.get_backbone, finetune.num_workers = backbone, 0
-    manager = data_manager(digits)
-    learner = learner_type(ARGS | {"calibrator": name})
+    manager, args = data_manager(digit_images, backbone, calibrator=name)
+    learner = learner_type(args)
     learner.topk = 2
     networks, learners = [copy.deepcopy(learner._network)], [learner]
     for task in range(5):
@@ -108,9 +106,34 @@ def test_learner_and_dump_score_as_refitted(checkout, digits, tmp_path, name):
     if name == "gaussians":
         assert surpasses(right, raw)
 
-    fresh = finetune.Learner(ARGS)
+    fresh = finetune.Learner(args)
     dump(str(tmp_path / "file"), fresh, manager, [tmp_path / f"run_{t}.pkl" for t in range(5)])
     file = feature_files.load(str(tmp_path / "file"))
     fitted = file.fit(calibration.make(name))
     right = fitted.score(file.test_adapted, file.test_pretrained).label == file.test_labels
     assert 100 * np.mean(right) == pytest.approx(accuracy, abs=0.3)
+
+
+def test_gaussians_surpass_raw_logits_on_real_images(checkout, real_images):
+    learner_type = checkout("PILOT", "PILOT")["Learner"]
+    from torchvision.transforms import Normalize
+
+    splits, vit = real_images
+
+    def backbone(args, pretrained=False):
+        network = torch.nn.Sequential(Normalize(0.5, 0.5), vit())
+        network.out_dim = 192
+        return network
+
+    torch.manual_seed(0)
+    rates = {"init_lr": 0.001, "lrate": 0.001}
+    sizes = {"init_cls": 4, "increment": 4, "init_epoch": 5, "epochs": 5}
+    manager, args = data_manager(splits, backbone, calibrator="gaussians", **rates, **sizes)
+    learner = learner_type(args)
+    for _ in range(5):
+        learner.incremental_train(manager)
+        accuracy = learner.eval_task()[0]["top1"] / 100
+        learner.after_task()
+    raw = learner.raw_curve[-1] / 100
+    print({"raw": float(raw), "gaussians": float(accuracy)})
+    assert accuracy > raw + 0.1
