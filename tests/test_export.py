@@ -19,21 +19,7 @@ from tests import small_runs
 from tests.errors import input_error
 
 ROWS = np.arange(0, 60, 5)
-OTHERS = [pytest.param("slca", marks=pytest.mark.ci), pytest.param("rsiat", marks=pytest.mark.slow)]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, cache, finished_run):
-    """Returns work directories by learner, each made once."""
-    made = {"cumulative_lora": finished_run}
-
-    def find(learner):
-        if learner not in made:
-            made[learner] = tmp_path_factory.mktemp("runs") / learner
-            small_runs.run(small_runs.config(cache, learner__name=learner), made[learner])
-        return made[learner]
-
-    return find
+OTHERS = [pytest.param("rsiat", marks=pytest.mark.ci)]  # which has adapters
 
 
 @pytest.fixture
@@ -54,8 +40,14 @@ def answers(run, images):
 
 
 @pytest.mark.parametrize("learner", ["cumulative_lora", *OTHERS])
-def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, learner):
-    workdir = small_runs.copied(runs(learner), tmp_path / "run")
+def test_an_export_answers_alone_as_the_run_does(
+    finished_run, cache, tmp_path, monkeypatch, learner
+):
+    workdir = tmp_path / "run"
+    if learner == "cumulative_lora":
+        small_runs.copied(finished_run, workdir)
+    else:
+        small_runs.run(small_runs.config(cache, learner__name=learner), workdir)
     file = str(shutil.copy(weights.DIGITS_WEIGHTS, tmp_path / "encoder.npz"))
     run = fdc_jax.open_run(workdir, weights=file)
     images = run.test_images(ROWS)
@@ -73,7 +65,7 @@ def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, le
     assert (exported.num_tasks, exported.class_names) == (2, run.class_names)
     assert exported.results.accuracy == run.results.accuracy
     np.testing.assert_equal(exported.heads(), heads)
-    assert (exported.folder / "timm").exists() == (learner != "rsiat")  # which has adapters
+    assert (exported.folder / "timm").exists() == (learner != "rsiat")
     for t in (1, 3):
         with input_error(r"is an export, .* but E_0 and E_2"):
             exported.encoder(t)
@@ -132,11 +124,6 @@ def put_gaussians(workdir, width=WIDTH, sizes=(5, 5)):
     gaussians.save(workdir / "calibrators/gaussians.npz")
 
 
-def change_predictions(workdir, change):
-    columns = small_runs.predictions(workdir)
-    np.savez(workdir / "predictions.npz", **columns | change(columns))
-
-
 def remove_fdc(workdir):
     for path in workdir.glob("calibrators/fdc*"):
         path.unlink()
@@ -146,22 +133,15 @@ def rename_gaussians(workdir):
     shutil.copy(workdir / "calibrators/gaussians.npz", workdir / "calibrators/fdc.npz")
 
 
-def shorten_predictions(workdir):
-    change_predictions(workdir, lambda columns: {n: column[:-1] for n, column in columns.items()})
-
-
 def move_labels(workdir):
-    change_predictions(workdir, lambda columns: {"fdc_label": (columns["fdc_label"] + 1) % 10})
-
-
-def damage_gaussians(workdir):
-    (workdir / "calibrators/gaussians.npz").write_bytes(b"PK")
+    columns = small_runs.predictions(workdir)
+    columns["fdc_label"] = (columns["fdc_label"] + 1) % 10
+    np.savez(workdir / "predictions.npz", **columns)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (damage_gaussians, r"gaussians.npz: not a readable .npz file"),
         (rename_gaussians, r"fdc.npz: expected a calibrator fdc, found Gaussians"),
         (remove_fdc, r"run: expected the calibrator fdc, found none"),
         (
@@ -173,8 +153,6 @@ def damage_gaussians(workdir):
             r"gaussians.npz: is of another run: other classes or tasks",
         ),
         (put_gaussians, r"gaussians.npz: is of another run: other heads"),
-        (lambda run: (run / "predictions.npz").unlink(), r"predictions.npz: no such file"),
-        (shorten_predictions, r"predictions.npz: .*: expected 60 whole numbers below"),
         (move_labels, r"predictions.npz: is of another run: expected an accuracy of"),
     ],
 )

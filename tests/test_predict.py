@@ -129,15 +129,11 @@ def test_stopped_run_predicts_with_its_finished_tasks(stopped_run, files, tmp_pa
     assert set(predicted["class"]) == set(opened.class_names[:5])
     assert (predicted["task"] == 1).all() and "rival_task" not in predicted
     assert (predicted["class"][:30] == np.repeat(opened.class_names[:5], 6)).mean() > 0.9
-    page = tmp_path / "out.html"
-    images = map(str, files[:3])
-    flags = (f"--output={tmp_path / 'out.csv'}", "--method=fdc", f"--html={page}")
-    assert predict.main([str(stopped_run), *images, *flags]) == 0
+    flags = (f"--output={tmp_path / 'out.csv'}", "--method=fdc", f"--html={tmp_path / 'out.html'}")
+    assert predict.main([str(stopped_run), *map(str, files[:3]), *flags]) == 0
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
-    shown = Reader(page.read_text())
-    assert len(shown.all("img")) == 3 and not shown.all("table")
-    assert "Raw logits: the answer without calibration, if it is another" in page.read_text()
-    assert "unlike anything learned" not in page.read_text()
+    text = (tmp_path / "out.html").read_text()
+    assert text.count("<img") == 3 and "unlike anything learned" not in text
 
 
 # From anywhere -----------------------------------------------------------------------------------
@@ -221,13 +217,11 @@ def test_unreadable_images_are_named_and_skipped(opened, files, answers, tmp_pat
     "images, message",
     [
         ([], "expected images, found none"),
-        ("", "expected a path, found none"),
         ("nowhere", "nowhere: no such image or folder"),
         (np.zeros((4, 4, 3)), r"image 0: expected a uint8 array .* found float64 of shape \[4, 4"),
         ([np.zeros((4, 4), np.uint8), np.zeros(3, np.uint8)], r"image 1: expected .* \[3\]"),
         (7, "expected paths, arrays or images, found int"),
         (np.array("nowhere.png"), "image 0: expected a uint8 array"),
-        (pd.Series(["nowhere"]), "nowhere: no such image or folder"),
         (np.array(["nowhere"]), "nowhere: no such image or folder"),
         (Image.new("RGB", (5, 0)), "image 0: cannot decode this image: expected pixels, found non"),
     ],
@@ -389,8 +383,6 @@ def test_page_states_its_numbers_and_loads_nothing(command):
         ("run empty", "empty: expected images in this folder, found none; "),
         ("run empty --output=x.png", "a file that ends in .csv, found"),
         ("run x.png --unlike=101", "unlike: expected percent from 0 to 100, found 101"),
-        ("run x.png --unlike=nan", "unlike: expected percent from 0 to 100, found nan"),
-        ("run x.png --top=0", "top: expected a whole number from 1 on, found 0"),
         ("begun x.png", "begun: stopped before the first answer; repeat the command of"),
         ("run x.png --method=ncm", "has no calibrator ncm, expected one of fdc, gaussi"),
     ],

@@ -331,33 +331,14 @@ def test_program_of_the_page():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
-def test_program_of_the_page_with_an_adapter(transformers, tmp_path, capsys):
+def test_program_of_the_page_with_an_adapter(transformers, capsys):
     pytest.importorskip("peft", reason="needs PEFT, which the package does not require")
     defined = run_program("transformers and PEFT")
     assert capsys.readouterr().out.startswith("{'raw': ")
-    images, labels, test = (defined[name] for name in ("images", "labels", "test"))
-    raw, right = ((answers == labels[test]).numpy() for answers in defined["predicted"].values())
+    truth = defined["labels"][defined["test"]]
+    raw, right = ((answers == truth).numpy() for answers in defined["predicted"].values())
     assert surpasses(right, raw)
-    calibrated = defined["calibrated"]
-    assert "with drift compensation" in calibrated.calibrator.note
-    # A checkpoint, copies and pickles, each with its own adapter, go on with a further task.
-    torch.save(calibrated.state_dict(), tmp_path / "checkpoint.pt")
-    read = copy.deepcopy(calibrated)
-    torch.nn.init.zeros_(next(p for p in read.parameters() if p.requires_grad))
-    read.calibrator = calibration.make("gaussians")
-    read.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
-    copies = [read, copy.deepcopy(calibrated), pickle.loads(pickle.dumps(calibrated))]
-    batches = [{"pixel_values": -images[test], "labels": labels[test] + 10}]
-    scores = []
-    for module in (calibrated, *copies):
-        module.before_task(batches)
-        for parameter in module.parameters():
-            parameter.data += 0.01 * parameter.requires_grad
-        module.after_task(batches)
-        with torch.no_grad():
-            scores.append(module.eval()(images))
-        assert torch.equal(scores[0], scores[-1])
-    assert scores[0].shape == (len(images), 20)
+    assert "with drift compensation" in defined["calibrated"].calibrator.note
 
 
 class HeadPerTask(torch.nn.Module):

@@ -57,15 +57,6 @@ def test_final_accuracies_of_groups_stand_in_their_rows(drawn):
         assert point.get_color() == colour and formatting.method_title(name) in texts(figure)
 
 
-def test_four_matrices_stand_two_by_two():
-    run = made_up.run(1)
-    run.predictions["ncm_task"] = run.predictions["fdc_task"]
-    run.results.accuracy["ncm"] = 50.0
-    panels = figures.task_confusion(made_up.groups(run)[0]).axes[:4]
-    rows = [axes.get_subplotspec().rowspan.start for axes in panels]
-    assert rows == [0, 0, 1, 1]
-
-
 def test_the_curve_is_the_mean_with_one_standard_deviation(group, drawn):
     (axes,) = drawn["accuracy_curve"].figure.axes
     curve = figures.curve(group)

@@ -17,7 +17,6 @@ from fdc_jax.machine.files import (
 )
 from fdc_jax.report import classes, runs, tables
 from tests import small_runs
-from tests.errors import stale
 
 VALUES = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), "", "a", "../../x", "\x1b[31m", [], ["a"]]
 VALUES += [{}, {"a": 1}, {"a": {}}, [[]], [-1, 2], 10**30, "a" * 3000]
@@ -144,18 +143,3 @@ def test_forged_cursor_of_a_checkpoint_is_named(finished_run, tmp_path, change):
     with pytest.raises(InputError, match=rf"checkpoints/{newest.name}: cursor"):
         fdc_jax.open_run(folder).heads()
     assert newest.exists()
-
-
-@pytest.mark.parametrize(("state", "use"), [("stopped_run", "open"), ("finished_run", "resume")])
-def test_unreadable_checkpoint_of_a_run_is_one_line(
-    state, use, request, cache, tmp_path, monkeypatch
-):
-    """A network disk that fails for a moment; a finished run writes its results again."""
-    folder = small_runs.copied(request.getfixturevalue(state), tmp_path / "run")
-    (folder / "results.json").unlink(missing_ok=True)
-    run = fdc_jax.open_run(folder)
-    before = small_runs.contents(folder)
-    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointHandler.restore", stale)
-    with pytest.raises(InputError, match=r"cannot read checkpoint .*.*Stale file handle"):
-        run.heads() if use == "open" else small_runs.run(small_runs.config(cache), folder)
-    assert small_runs.contents(folder) == before

@@ -1,15 +1,13 @@
 """The folder of a run: its owner, damaged and missing files, and other processes."""
 
+import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_json, write_json
+from fdc_jax.machine.files import locked, read_json, write_json
 from fdc_jax.run.configuration import CLASSES, PLANNED
 from fdc_jax.run.folder import known_classes
 from tests import small_runs
@@ -129,18 +127,10 @@ def test_finished_run_without_checkpoints_is_not_trained_again(copy, cache):
 
 
 def test_one_process_per_work_directory(copy, cache):
-    script = (
-        "import sys, time; from pathlib import Path; from fdc_jax.machine.files import locked\n"
-        "with locked(Path(sys.argv[1])):\n"
-        "    print('locked', flush=True)\n"
-        "    time.sleep(600)\n"
-    )
-    command = [sys.executable, "-c", script, copy / ".lock"]
-    other = subprocess.Popen(command, cwd=small_runs.REPOSITORY, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "locked\n"
-    name = f"process {other.pid} on {socket.gethostname()}"
-    with pytest.raises(InputError, match=f"copy is in use by {name}; wait for it, stop it or"):
+    name = f"process {os.getpid()} on {socket.gethostname()}"
+    with (
+        locked(copy / ".lock"),
+        pytest.raises(InputError, match=f"copy is in use by {name}; wait for it, stop it or"),
+    ):
         go(config(cache), copy)
-    other.send_signal(signal.SIGKILL)
-    other.communicate()
     go(config(cache), copy)

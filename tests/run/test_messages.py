@@ -3,6 +3,8 @@
 import inspect
 import os
 import re
+import traceback
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +20,7 @@ COMMAND_LINE = {
     "": "--config: expected a file, or one of best, ",
     "--config=omnibnch": "--config: expected a file, .*; found omnibnch; did you mean omnibench?",
     "--config=digits --config.trian.epochs=3": "trian.epochs: no such field; .* train.epochs?",
-    "--config=digits --config.fdc.gamma=0.5": "--config.fdc.gamma: no such field",
     "--config=digits --config.classes_per_task=five": "expected a whole number, or .*, found .five",
-    "--config=digits --config.learner.slca.rate=1": "--config.learner.slca.rate: no such field",
     "--config=digits --config.seed=1 --config.seed=2": "^--config.seed is given twice",
     "--config=digits --config.train.epochs=x": "epochs: expected a whole number, found .x",
     "--config=digits --config.fdc.attenuation=x": "^--config.fdc.attenuation: expected a number, ",
@@ -28,8 +28,7 @@ COMMAND_LINE = {
     "--config=digits --config.train=5": "^--config.train: no such field; did you mean train.rank?",
     "--config=digits surplus": "unexpected argument surplus",
     "--config=digits --flagfile=/dev/zero": "--flagfile=/dev/zero: expected a regular file",
-    "--config=digits -flagfile /dev/zero": "--flagfile=/dev/zero: expected a regular file",
-    "--config=digits --flagfile=nowhere": "--flagfile=nowhere: expected a regular file",
+    "--config=digits -flagfile nowhere": "--flagfile=nowhere: expected a regular file",
     "--config=digits:cumulativ_lora": "expected one of cumulative_lora, .*; did you mean cumul",
 }
 
@@ -49,7 +48,6 @@ FILES_OF_CONFIGURATIONS = {
     "from configs import digits\n\ndef get_config():\n    config = digits.get_config()\n"
     "    config.trian = 1": 'own.py, line 5: .* "trian" does not exist and cannot be added',
     f"{PART}({{'benchmark': 'digits'}})": "own.py: expected all fields of base.get_config, ",
-    f"{PART}({{'a': object()}})": "own.py: .*TypeError: ",
 }
 
 
@@ -199,6 +197,8 @@ def test_error_in_a_learner_has_a_note(method, cache, tmp_path, monkeypatch):
     (note,) = [note for note in error.__notes__ if note.startswith("learner: Own.")]
     assert note.startswith(f"learner: Own.{hook} in {location}")
     assert f"; expected {hook}(self, backbone, " in note
+    frames = [Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)]
+    assert frames[1 : frames.index("experiment.py")] == ["seeds.py", "seeds.py"]  # to the loop
     assert not (tmp_path / "run" / "calibrators").exists()
 
 

@@ -64,13 +64,9 @@ def test_a_run_answers_before_it_trains(
     accuracy = results(untrained)["accuracy"]["gaussians"]
     assert accuracy == results(frozen)["accuracy"]["gaussians"]
     printed = capsys.readouterr().err
-    for text in (
-        f"without training: {accuracy:.1f} %; training on top takes about ",
-        "here; Ctrl-C keeps this answer\nfaster, in another --workdir=FOLDER: ",
-        "--config.train.epochs=1 (half the time), or ",
-        "--config.encoder.image_size=16 (a quarter; less accurate)\n",
-    ):
-        assert text in printed
+    assert f"without training: {accuracy:.1f} %; training on top takes about " in printed
+    for faster in ("--config.train.epochs=1 (half ", "--config.encoder.image_size=16 (a quarter; "):
+        assert faster in printed
     assert "without drift compensation" not in caplog.text
     reason = f"0 tasks done; {untrained} has its answer before training"
     assert reason in runs.load([folder])[1][folder]
@@ -79,7 +75,7 @@ def test_a_run_answers_before_it_trains(
     arguments = [str(folder), str(files[0]), f"--html={page}", f"--output={tmp_path / 'a.csv'}"]
     assert predict.main(arguments) == 0
     sentence = "raining is not finished: answers by features of the pretrained encoder alone"
-    assert f"t{sentence}" in capsys.readouterr().err and f"T{sentence}." in page.read_text()
+    assert sentence in capsys.readouterr().err and sentence in page.read_text()
     images = known.test_images(np.arange(8))
     before, expected = fdc_jax.open_run(folder).predict(images), known.predict(images)
     columns = ["class", "confidence", "typicality"]
