@@ -86,6 +86,20 @@ def stopped_run(tmp_path_factory, cache):
     )
 
 
+@pytest.fixture(scope="session")
+def slca_run(tmp_path_factory, cache):
+    """A finished run of a learner of all weights; beside it is a copy from its second task."""
+    from tests import small_runs
+
+    def make(workdir):
+        fields = small_runs.config(cache, learner__name="slca")
+        small_runs.stopped(fields, workdir, 23)
+        small_runs.copied(workdir, workdir.with_name("slca_stopped"))
+        small_runs.run(fields, workdir)
+
+    return small_runs.shared(tmp_path_factory, "slca", make)
+
+
 @pytest.fixture
 def no_figures(monkeypatch):
     """Reports without figures and what they alone show; tests/report has tests of them."""

@@ -127,10 +127,10 @@ def finish(process, expected=0):
     return output, errors
 
 
-def wait_for(workdir, event, process, count=1):
-    """Waits until a run has written an event that many times."""
+def wait_for(workdir, event, process):
+    """Waits until a run has written an event."""
     while process.poll() is None:
-        if len(events(workdir, event)) >= count:
+        if events(workdir, event):
             return
         time.sleep(0.05)
     raise AssertionError(f"ended before {event}: {process.communicate()[1]}")

@@ -128,8 +128,12 @@ def test_gradients_of_all_learners_equal_the_committed_ones(accelerated, in_this
 
 @pytest.mark.ci
 def test_a_trial_tries_parts_of_every_kind(accelerated):
-    """Another test has the gradients; left out are further arguments of the same functions."""
-    parts = accelerator.PARTS.keys() - {"gradients", "learners", "step_fast_large"}
+    """Other tests have the gradients and a run of the digits that is stopped and resumed.
+
+    Left out, too, are further arguments of functions that other parts call.
+    """
+    others = {"gradients", "digits", "learners", "step_fast_large"}
+    parts = accelerator.PARTS.keys() - others
     arguments = (*TRIAL, f"--parts={','.join(sorted(parts))}", "--minutes=60")
     code, records, printed, _ = accelerated(*arguments)
     assert code == 0

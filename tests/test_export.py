@@ -19,7 +19,6 @@ from tests import small_runs
 from tests.errors import input_error
 
 ROWS = np.arange(0, 60, 5)
-OTHERS = [pytest.param("rsiat", marks=pytest.mark.ci)]  # which has adapters
 
 
 @pytest.fixture
@@ -39,15 +38,9 @@ def answers(run, images):
     return actual
 
 
-@pytest.mark.parametrize("learner", ["cumulative_lora", *OTHERS])
-def test_an_export_answers_alone_as_the_run_does(
-    finished_run, cache, tmp_path, monkeypatch, learner
-):
-    workdir = tmp_path / "run"
-    if learner == "cumulative_lora":
-        small_runs.copied(finished_run, workdir)
-    else:
-        small_runs.run(small_runs.config(cache, learner__name=learner), workdir)
+@pytest.mark.parametrize("state", ["finished_run", pytest.param("slca_run", marks=pytest.mark.ci)])
+def test_an_export_answers_alone_as_the_run_does(state, request, tmp_path, monkeypatch):
+    workdir = small_runs.copied(request.getfixturevalue(state), tmp_path / "run")
     file = str(shutil.copy(weights.DIGITS_WEIGHTS, tmp_path / "encoder.npz"))
     run = fdc_jax.open_run(workdir, weights=file)
     images = run.test_images(ROWS)
@@ -65,7 +58,7 @@ def test_an_export_answers_alone_as_the_run_does(
     assert (exported.num_tasks, exported.class_names) == (2, run.class_names)
     assert exported.results.accuracy == run.results.accuracy
     np.testing.assert_equal(exported.heads(), heads)
-    assert (exported.folder / "timm").exists() == (learner != "rsiat")
+    assert (exported.folder / "timm").exists()
     for t in (1, 3):
         with input_error(r"is an export, .* but E_0 and E_2"):
             exported.encoder(t)

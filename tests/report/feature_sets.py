@@ -7,10 +7,10 @@ from fdc_jax.features.feature_files import FeatureSet, TaskFeatures
 from tests.calibration import reference, streams
 
 
-def feature_set(kind="linear", dual=True, final=False, test_size=90, **options):
+def feature_set(kind="linear", dual=True, final=False, **options):
     """Returns a stream as a feature set; `final` says that heads changed after their task."""
     tasks = streams.stream(**options)
-    adapted, pretrained, labels = probes(tasks, test_size)
+    adapted, pretrained, labels = probes(tasks)
     made = []
     for task in tasks:
         # Rows in descending order of labels, so that rows and classes are not the same thing.
@@ -37,11 +37,11 @@ def write_features(folder, features):
     feature_files.write_test(folder, *test)
 
 
-def probes(tasks, size):
+def probes(tasks):
     """Returns perturbed training samples of both views and their labels, all tasks mixed."""
     rng = np.random.default_rng(7)
     labels = np.concatenate([task.first + len(task.weight) - 1 - task.rows for task in tasks])
-    pick = rng.permutation(len(labels))[:size]
+    pick = rng.permutation(len(labels))[:90]
     views = []
     for name in ("adapted", "pretrained"):
         view = np.concatenate([getattr(task, name) for task in tasks])[pick]

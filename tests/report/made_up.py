@@ -32,10 +32,10 @@ SIMILARITIES = "adapted_residual adapted_affinity pretrained_residual pretrained
 METHODS = ("raw", "fdc", "gaussians")
 
 
-def predictions(seed: int, num_tasks: int = 3, per_task: int = 30) -> dict[str, np.ndarray]:
+def predictions(seed: int, num_tasks: int = 3) -> dict[str, np.ndarray]:
     """Columns of a `predictions.npz` that do not contradict each other, three classes a task."""
     rng = np.random.default_rng(seed)
-    task = np.repeat(np.arange(num_tasks), per_task)
+    task = np.repeat(np.arange(num_tasks), 30)
     label = 3 * task + rng.integers(3, size=len(task))
     oracle = np.where(rng.random(len(task)) < 0.9, label, 3 * task + (label + 1) % 3)
     columns = {"label": label, "oracle_label": oracle, "task": task}
