@@ -269,13 +269,9 @@ def test_wrong_names_of_commands_are_one_line(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("posthoc", "{}.npz"),
         ("posthoc", "example", "--method={}"),
         ("predict", "{}", "x.png"),
-        ("export", "nowhere", "x", "--weights={}"),
-        ("report", "{}"),
         ("run", "--config={}"),
-        ("run", "--config=digits", "--config.learner.name={}"),
         ("run", "--config=digits", "--{}=1"),
         ("paper", "--seeds={}"),
     ],

@@ -2,12 +2,10 @@
 
 import os
 
-import numpy as np
 import pytest
-from PIL import Image
-from sklearn.datasets import load_digits
 
 from tests import small_runs
+from tests.run.test_own_data import OLD, add
 from tests.small_runs import python
 
 STRICT = {
@@ -22,21 +20,8 @@ classes_per_task=2 evaluation.batch_size=64 report=False
 """.split()
 PHOTOGRAPHS = """
 encoder.variant=digits encoder.weights=digits encoder.image_size=32 train.epochs=1
-train.batch_size=6 classes_per_task=1
+train.batch_size=6 classes_per_task=1 report=False
 """.split()
-
-
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory):
-    """A folder of 24 images of two classes."""
-    folder = tmp_path_factory.mktemp("photographs")
-    images, labels = load_digits(return_X_y=True)
-    for label in (0, 1):
-        (folder / f"class_{label}").mkdir()
-        for row in np.flatnonzero(labels == label)[:12]:
-            pixels = images[row].reshape(8, 8) * 15
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"class_{label}" / f"{row}.png")
-    return folder
 
 
 def fdc(*arguments, variables, **options):
@@ -62,10 +47,11 @@ def test_all_methods_fit_the_example_under_strict_rules():
 
 
 @pytest.mark.ci
-def test_own_photographs_are_learned_under_strict_rules(tmp_path, cache, photographs):
-    fields = [*PHOTOGRAPHS, f"data.source={photographs}", "report=False"]
-    run(tmp_path, "own", fields, variables=STRICT)
-    assert small_runs.results(tmp_path)["num_classes"] == 2
+def test_own_photographs_are_learned_under_strict_rules(tmp_path, cache):
+    source, workdir = tmp_path / "trees", tmp_path / "run"
+    add(source, *OLD[:2])
+    run(workdir, "own", [*PHOTOGRAPHS, f"data.source={source}"], variables=STRICT)
+    assert small_runs.results(workdir)["num_classes"] == 2
 
 
 @pytest.mark.ci

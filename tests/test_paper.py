@@ -318,15 +318,7 @@ def test_last_lines_of_a_stopped_run_are_shown_once(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err.count("seed 1, after task 1/2: raw 1.00\n") == 1
 
 
-LATENCY = {
-    **{"images": 64, "device": "cpu", "versions": {}, "precision": "parity"},
-    "contenders": {
-        name: {"milliseconds": [10.0 * factor, 11.0 * factor], "peak_bytes": None}
-        for name, factor in (("baseline", 1), ("single", 2), ("dual", 3))
-    },
-}
-
-
+@pytest.mark.ci
 def test_report_follows_a_latency_that_comes_later(
     finished_run, tmp_path, monkeypatch, capsys, no_figures
 ):
@@ -352,21 +344,21 @@ def test_report_follows_a_latency_that_comes_later(
     assert "writes " not in messages()
 
 
-def children(pid):
-    """Returns the processes that a process has started, by id, with their command lines."""
-    commands = {}
+def commands_of_children(pid):
+    """Returns the command lines of the processes that a process has started."""
+    lines = []
     for threads in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for child in threads.read_text().split():
-                commands[int(child)] = Path(f"/proc/{child}/cmdline").read_text()
-    return commands
+                lines.append(Path(f"/proc/{child}/cmdline").read_text())
+    return lines
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_measuring_processes_end_with_their_parent(tmp_path, cache):
     """Their end is that of the pipe, which they share with the command that was killed."""
     process = start(tmp_path, cache, "--dry_run")
-    while not any("spawn_main" in command for command in children(process.pid).values()):
+    while not any("spawn_main" in line for line in commands_of_children(process.pid)):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     process.kill()
@@ -431,7 +423,8 @@ def test_ray_repeats_the_run_of_a_worker_that_dies(tmp_path, cache):
     pytest.importorskip("ray", reason="needs Ray: pip install 'fdc_jax[ray]'")
     folder = tmp_path / "digits" / "cumulative_lora" / "seed_1"
     folder.mkdir(parents=True)
-    (folder / "latency.json").write_text(json.dumps(LATENCY))
+    measured = {"baseline": {"milliseconds": [10.0], "peak_bytes": None}}
+    (folder / "latency.json").write_text(json.dumps({"contenders": measured}))
     driver = start(tmp_path, cache, "--seeds=1", "--ray", "--ray_gpus=0", digits=ONE)
     small_runs.wait_for(folder, "training", driver)
     worker = int(files.holder(folder / ".worker").split()[1])

@@ -256,8 +256,6 @@ def test_folders_of_known_classes_give_an_accuracy(finished_run, opened, files, 
     assert "4 images in no folder of a class that the run has learned" in printed
     mistakes = table[~right & labelled]
     assert page.read_text().count(' mistaken"') == len(mistakes)
-    (true, answer), count = next(mistakes[["true_class", "class"]].value_counts().items())
-    assert re.search(rf"^ *{true} .*\b{answer} {count}\b", printed, re.MULTILINE)
     rows = printed.partition("taken for")[2]
     shares = [float(share) for share in re.findall(r"^ *\S+ +\d+ +([\d.]+)", rows, re.MULTILINE)]
     assert shares[0] < shares[-1] and shares == sorted(shares)  # the worst first
