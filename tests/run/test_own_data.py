@@ -17,6 +17,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.learners.inflora import InfLoRA
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
+from fdc_jax.run.folder import RunFolder, known_classes
 from fdc_jax.run.seeds import opening_lines
 from tests import small_runs
 from tests.small_runs import stopped
@@ -78,11 +79,17 @@ def finished_run(trees, cache, tmp_path_factory):
     return small_runs.shared(tmp_path_factory, "own_whole", lambda it: small_runs.run(known, it))
 
 
+def claim(config, workdir):
+    """Checks a run and writes its `config.json`, as the command does before it trains."""
+    known = known_classes([workdir], config.classes_per_task)
+    RunFolder(workdir).claim(setups.build(config, True, known), seed=1)
+
+
 @pytest.fixture(scope="module")
 def begun_run(trees, cache, tmp_path_factory):
-    """The same run, stopped in its first task."""
+    """The same run before it trains."""
     known = config(trees, cache, class_order=ALL)
-    return small_runs.shared(tmp_path_factory, "own_begun", lambda it: stopped(known, it, 2))
+    return small_runs.shared(tmp_path_factory, "own_begun", lambda it: claim(known, it))
 
 
 def grow(cache, folder):
@@ -203,22 +210,22 @@ CHANGES = {
 }
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize("reason", CHANGES)
-def test_images_of_known_classes_must_stay(grown, cache, tmp_path, reason):
+def test_images_of_known_classes_must_stay(cache, tmp_path, reason):
     """Also of a class that is not learned yet, and with further classes beside it."""
-    first, source = small_runs.copied(grown[1], tmp_path / "first"), tmp_path / "trees"
-    add(source, *OLD, *NEW)
+    first, source = tmp_path / "first", tmp_path / "trees"
+    add(source, *OLD)
+    claim(config(source, cache, num_tasks=1, classes_per_task=SIZES[:2]), first)
+    add(source, *NEW)
     CHANGES[reason](source)
     before = (first / "config.json").read_bytes()
     sizes = (*SIZES[:2], 2) if reason == "no such class" else SIZES
     message = rf"first: expected the class box of trees as this run knows it, found {reason}"
     with pytest.raises(InputError, match=message):
-        small_runs.run(config(source, cache, classes_per_task=sizes), first)
+        claim(config(source, cache, classes_per_task=sizes), first)
     assert (first / "config.json").read_bytes() == before
 
 
-@pytest.mark.ci
 def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     """Known classes keep their tasks, also where the last one was not full."""
     source, workdir = tmp_path / "trees", tmp_path / "run"
@@ -226,7 +233,7 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     kept = []
     for names in (NEW, OLD):
         add(source, *names)
-        stopped(pairs, workdir, 2)
+        claim(pairs, workdir)
         kept.append(json.loads((workdir / "config.json").read_text()))
     assert [saved["classes of planned tasks"] for saved in kept] == [[2, 1], [2, 1, 2, 2]]
     assert [list(saved["known classes"]) for saved in kept] == [[*NEW], [*NEW, *OLD]]
@@ -234,7 +241,7 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     # Other sizes are another run.
     advice = r"classes_per_task was 2, is 3; .* \(classes_per_task=2,1,2,2,N learns N further"
     with pytest.raises(InputError, match=advice):
-        small_runs.run(config(source, cache, classes_per_task=3), workdir)
+        claim(config(source, cache, classes_per_task=3), workdir)
 
 
 @pytest.mark.ci
@@ -260,13 +267,13 @@ def test_planned_classes_are_stated(cache, tmp_path, caplog):
     source = tmp_path / "trees"
     add(source, *OLD)
     few = config(source, cache, classes_per_task=SIZES[:2], learner__name="inflora")
-    stopped(few, tmp_path / "run", 2)
+    claim(few, tmp_path / "run")
     add(source, *NEW)
     more = config(source, cache, learner__name="inflora")
-    stopped(more, tmp_path / "run", 2)
+    claim(more, tmp_path / "run")
     assert f"planned for 2 tasks and is now planned for 3; {InfLoRA.task_count}:" in caplog.text
     caplog.clear()
-    stopped(more, tmp_path / "run", 2)
+    claim(more, tmp_path / "run")
     assert "planned" not in caplog.text
 
 
