@@ -1,10 +1,10 @@
 """RSIAT's formulas in float64 NumPy, pair by pair and image by image, for its tests."""
 
+import itertools
 import math
 
 import numpy as np
-
-_erf = np.vectorize(math.erf)
+from scipy.special import erf, expit
 
 
 def cosine(a, b):
@@ -24,15 +24,14 @@ def cosface(features, rows, labels, scale, margin):
 def steering(features, labels, separation_weight, threshold):
     """Returns the steering loss over all ordered pairs of different images."""
     same, others = [], []
-    for i, a in enumerate(features):
-        for j, b in enumerate(features):
-            if i != j and labels[i] == labels[j]:
-                same.append(max(1.0 - cosine(a, b), 0.0))
-            elif i != j:
-                others.append(max(cosine(a, b) - threshold, 0.0))
-    return np.sum(same) / (len(same) + 1e-6) + separation_weight * np.sum(others) / (
-        len(others) + 1e-6
-    )
+    for i, j in itertools.permutations(range(len(features)), 2):
+        cosine_of_pair = cosine(features[i], features[j])
+        if labels[i] == labels[j]:
+            same.append(max(1.0 - cosine_of_pair, 0.0))
+        else:
+            others.append(max(cosine_of_pair - threshold, 0.0))
+    separation = np.sum(others) / (len(others) + 1e-6)
+    return np.sum(same) / (len(same) + 1e-6) + separation_weight * separation
 
 
 def project(projector, x):
@@ -40,9 +39,8 @@ def project(projector, x):
     hidden = x
     for layer in projector[:-1]:
         hidden = hidden @ layer.weight + layer.bias
-        hidden = hidden * (1.0 + _erf(hidden / math.sqrt(2.0))) / 2.0
-    correction = hidden @ projector[-1].weight + projector[-1].bias
-    return x + 1.0 / (1.0 + np.exp(-correction))
+        hidden = hidden * (1.0 + erf(hidden / math.sqrt(2.0))) / 2.0
+    return x + expit(hidden @ projector[-1].weight + projector[-1].bias)
 
 
 def moved_means(means, before, after, width):

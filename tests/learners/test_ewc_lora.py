@@ -33,24 +33,6 @@ def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone):
     toy.assert_slopes(expected, trained, gradients)
 
 
-def largest(importance):
-    """Yields part and index of the largest entry of every block and part."""
-    for part in toy.PARTS:
-        for block, entries in enumerate(importance[part]):
-            yield part, (block, *np.unravel_index(entries.argmax(), entries.shape))
-
-
-def gradients_of_images(kernels, part, index, images, head, labels):
-    """The gradients of the images' losses by one entry of a kernel, by central differences."""
-    losses = []
-    for sign in (1, -1):
-        moved = {name: kernel.copy() for name, kernel in toy.float64(kernels).items()}
-        moved[part][index] += sign * 1e-5
-        features = toy.reference_features(images, moved)
-        losses.append(toy.reference_cross_entropy(features, head, labels, 3))
-    return (losses[0] - losses[1]) / 2e-5
-
-
 @pytest.mark.parametrize(
     "fisher", ["per_sample", pytest.param("batch_mean", marks=pytest.mark.slow)]
 )
@@ -62,19 +44,24 @@ def test_fisher_information_by_finite_differences(run, backbone, fisher):
         after = learner.after_task(
             backbone, step.designed, 1, step.frozen, step.trained, step.images
         )
-    importance = {
-        part: toy.float64(after.importance[part]) - toy.float64(step.before.importance[part])
-        for part in toy.PARTS
-    }
-    kernels = run.learner.encoder(backbone, step.after, 2)
-    for part, index in largest(importance):
-        total = 0.0
-        for batch in step.images.augmented():
-            images, labels = toy.shown([batch])
-            gradients = gradients_of_images(
-                kernels, part, index, images, step.trained["head"], labels
-            )
-            squares = gradients**2 if fisher == "per_sample" else np.mean(gradients) ** 2
-            total += np.sum(squares * np.ones(len(images)))
-        assert total > 0
-        np.testing.assert_allclose(importance[part][index], total / 11, rtol=2e-3)
+    kernels = toy.float64(run.learner.encoder(backbone, step.after, 2))
+    kernels = [kernels[part] for part in toy.PARTS]
+    for number, part in enumerate(toy.PARTS):
+        added = toy.float64(after.importance[part]) - toy.float64(step.before.importance[part])
+        for block, entries in enumerate(added):
+            entry, total = np.zeros(added.shape), 0.0
+            entry[block, *np.unravel_index(entries.argmax(), entries.shape)] = 1.0
+            for batch in step.images.augmented():
+                images, labels = toy.shown([batch])
+
+                def losses(kernels, images=images, labels=labels):
+                    merged = dict(zip(toy.PARTS, kernels, strict=True))
+                    features = toy.reference_features(images, merged)
+                    return toy.reference_cross_entropy(features, step.trained["head"], labels, 3)
+
+                gradients = toy.slope(losses, kernels, number, entry)
+                if fisher == "batch_mean":
+                    gradients = np.full(len(images), gradients.mean())
+                total += np.sum(gradients**2)
+            assert total > 0
+            np.testing.assert_allclose(entries.max(), total / 11, rtol=2e-3)

@@ -10,7 +10,7 @@ from jax._src.array import ArrayImpl
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import gaussian_alignment
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from tests.learners.toy import programs_compiled
+from tests.learners import toy
 
 
 def random_gaussians(seed=0, tasks=3, classes=2, width=4):
@@ -45,15 +45,12 @@ def test_draws_have_the_moments_of_their_gaussian():
     drawn = gaussian_alignment.draw(jax.random.key(0), gaussians, 20_000, 2)
     assert drawn.shape == (3, 2, 20_000, 4)
     np.testing.assert_array_equal(drawn[2], 0)
-    for task in range(2):
-        for label in range(2):
-            features = np.asarray(drawn[task, label], np.float64)
-            factor = np.asarray(gaussians.factors[task, label], np.float64)
-            mean = scales[task] * np.asarray(gaussians.means[task, label])
-            np.testing.assert_allclose(features.mean(0), mean, atol=0.08)
-            covariance = factor @ factor.T
-            actual = np.cov(features, rowvar=False)
-            np.testing.assert_allclose(actual, covariance, atol=0.06 * np.abs(covariance).max())
+    for task, label in np.ndindex(2, 2):
+        features, factor = toy.float64((drawn[task, label], gaussians.factors[task, label]))
+        mean = scales[task] * np.asarray(gaussians.means[task, label])
+        np.testing.assert_allclose(features.mean(0), mean, atol=0.08)
+        covariance, actual = factor @ factor.T, np.cov(features, rowvar=False)
+        np.testing.assert_allclose(actual, covariance, atol=0.06 * np.abs(covariance).max())
 
 
 def test_cross_entropy_of_zero_logits_has_a_slope():
@@ -68,8 +65,11 @@ def test_cross_entropy_of_zero_logits_has_a_slope():
 SEEN = np.array([[True, True], [True, False], [False, False]])
 
 
-def counting(monkeypatch, samples, batch_size, rates, transformation=None):
-    """A training whose "heads" count steps and samples, and add up features, per class."""
+HEADS = {"count": np.zeros((3, 2)), "sum": np.zeros((3, 2, 4)), "steps": np.zeros(3)}
+
+
+def retrained(monkeypatch, samples, batch_size, rates, spread=1.0, seed=0, transformation=None):
+    """Trains "heads" that count steps and samples, and add up features, per class."""
 
     def loss(heads, features, labels, weights, seen):
         sums = jnp.sum(heads["sum"].reshape(-1, 4)[labels] * features, axis=1)
@@ -78,54 +78,43 @@ def counting(monkeypatch, samples, batch_size, rates, transformation=None):
 
     monkeypatch.setattr(gaussian_alignment, "SAMPLES", samples)
     monkeypatch.setattr(gaussian_alignment, "BATCH_SIZE", batch_size)
-    rates = np.array(rates, np.float32)
-    return gaussian_alignment.retraining(loss, transformation or optax.identity(), rates)
-
-
-def zero_heads():
-    shapes = {"count": (3, 2), "sum": (3, 2, 4), "steps": (3,)}
-    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    transformation, rates = transformation or optax.identity(), np.array(rates, np.float32)
+    retrain = gaussian_alignment.retraining(loss, transformation, rates)
+    gaussians = random_gaussians()
+    gaussians = gaussians._replace(factors=np.float32(spread) * gaussians.factors)
+    heads = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), HEADS)
+    return jax.tree.map(np.asarray, retrain(heads, gaussians, SEEN, jax.random.key(seed)))
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(4, 4), (64, 1)])
 def test_an_epoch_sees_every_drawn_feature_once(monkeypatch, batch_size, steps):
-    gaussians = random_gaussians()
-    gaussians = gaussians._replace(factors=1e-6 * gaussians.factors)
-    retrain = counting(monkeypatch, 5, batch_size, [1, 1])
-    actual = retrain(zero_heads(), gaussians, SEEN, jax.random.key(0))
+    actual = retrained(monkeypatch, 5, batch_size, [1, 1], spread=1e-6)
     assert actual["steps"][0] == 2 * steps
     np.testing.assert_array_equal(actual["count"], 2 * 5 * SEEN)
     scales = np.array([0.95, 1.0, 1.0])  # The older of two tasks, and the newest.
-    expected = 10 * SEEN[:, :, None] * scales[:, None, None] * np.asarray(gaussians.means)
-    np.testing.assert_allclose(actual["sum"], expected, atol=1e-4)
+    means = scales[:, None, None] * np.asarray(random_gaussians().means)
+    np.testing.assert_allclose(actual["sum"], 10 * SEEN[:, :, None] * means, atol=1e-4)
 
 
 def test_alignment_is_one_program_without_waits(monkeypatch):
-    retrain = counting(monkeypatch, 5, 4, [1] * 7)
     waits, wait = [], ArrayImpl.block_until_ready
     monkeypatch.setattr(
         ArrayImpl, "block_until_ready", lambda array: waits.append(array) or wait(array)
     )
-    gaussians = random_gaussians(tasks=6)
-    shapes = {"count": (6, 2), "sum": (6, 2, 4), "steps": (6,)}
-    heads = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    with programs_compiled() as programs:
-        retrain(heads, gaussians, np.ones((6, 2), bool), jax.random.key(0))
+    with toy.programs_compiled() as programs:
+        retrained(monkeypatch, 5, 4, [1] * 7)
     assert not waits
     assert sum("jit_train" in program for program in programs) == 1
 
 
 def test_every_epoch_has_its_own_draws_and_rate(monkeypatch):
-    gaussians = random_gaussians()
+    def sums(*rates, seed=3):
+        return retrained(monkeypatch, 5, 5, rates, seed=seed)["sum"]
 
-    def sums(rates, seed=3):
-        retrain = counting(monkeypatch, 5, 5, rates)
-        return np.asarray(retrain(zero_heads(), gaussians, SEEN, jax.random.key(seed))["sum"])
-
-    first, second = sums([1, 0]), sums([0, 1])
-    assert np.abs(first - second)[SEEN].min() > 1e-3
-    np.testing.assert_allclose(sums([2, 3]), 2 * first + 3 * second, atol=1e-4)
-    assert np.abs(first - sums([1, 0], seed=4))[SEEN].min() > 1e-3
+    first, second = sums(1, 0), sums(0, 1)
+    np.testing.assert_allclose(sums(2, 3), 2 * first + 3 * second, atol=1e-4)
+    for other in (second, sums(1, 0, seed=4)):
+        assert np.abs(first - other)[SEEN].min() > 1e-3
 
 
 def test_batches_are_shuffled(monkeypatch):
@@ -135,7 +124,6 @@ def test_batches_are_shuffled(monkeypatch):
         return jax.tree.map(lambda leaf: jnp.where(count == 0, leaf, 0.0), updates), count + 1
 
     once = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), first_only)
-    retrain = counting(monkeypatch, 40, 40, [1], once)
-    actual = retrain(zero_heads(), random_gaussians(), SEEN, jax.random.key(0))
-    assert np.asarray(actual["count"])[SEEN].min() >= 5
-    assert np.asarray(actual["count"]).sum() == 40
+    count = retrained(monkeypatch, 40, 40, [1], transformation=once)["count"]
+    assert count[SEEN].min() >= 5
+    assert count.sum() == 40

@@ -2,101 +2,87 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from fdc_jax.errors import TrainingError
-from fdc_jax.learners import gaussian_alignment, inflora_ca
+from fdc_jax.learners import gaussian_alignment, inflora_ca, training
+from fdc_jax.model import increments
 from tests.learners import toy
 
 
-def test_steps_are_those_of_inflora(backbone):
+def test_training_equals_inflora(backbone):
     """From the same state, key and images both design, start and train alike."""
     runs = [toy.trajectory(name) for name in ("inflora_ca", "inflora")]
     aligned, plain = (run.steps[0] for run in runs)
     toy.assert_equal(aligned.designed[:4], tuple(plain.designed))
     frozen = {name: leaf for name, leaf in aligned.frozen.items() if name != "alignment"}
     toy.assert_equal((frozen, aligned.started), (plain.frozen, plain.started))
-    given, batch = (backbone, plain.frozen, plain.started), toy.make_batch()
-    toy.assert_equal(*(toy.value_and_gradients(run.update, *given, batch) for run in runs))
+    given = backbone, plain.frozen, plain.started, toy.make_batch()
+    toy.assert_equal(*(toy.value_and_gradients(run.update, *given) for run in runs))
 
 
-def reference_alignment(heads, means, tasks, scales, temperature, rates, native):
-    """Full-batch alignment in float64 on features that are exactly the scaled means."""
-    weight = np.concatenate([head[0] for head in heads])
-    bias = np.concatenate([head[1] for head in heads])
-    means = means * scales[tasks][:, None]
-    labels = np.arange(len(means))
-
-    def gradients(weight, bias):
-        z = means @ weight.T + bias
-        u = z
-        if temperature:
-            members = [tasks == task for task in np.unique(tasks)]
-            norms = np.stack(
-                [np.linalg.norm(z[:, columns], axis=1) + 1e-7 for columns in members], 1
-            )
-            mean_norm = norms.mean(1)
-            u = z / mean_norm[:, None] / temperature
-        p = np.exp(u - u.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        d = (p - np.eye(len(z))[labels]) / len(z)
-        if temperature:
-            inner = np.sum(d * z, axis=1) / mean_norm**2
-            slope = np.concatenate(
-                [
-                    z[:, columns] / np.linalg.norm(z[:, columns], axis=1)[:, None]
-                    for columns in members
-                ],
-                1,
-            ) / len(members)
-            d = (d / mean_norm[:, None] - inner[:, None] * slope) / temperature
-        return [d.T @ means, d.sum(0)]
-
-    leaves = [weight, bias]
-    optimizer = toy.Optimizer(*(("sgd", 5e-4) if native else ("adam", 0.0)))
-    for rate in rates:
-        directions = optimizer(gradients(*leaves), leaves)
-        leaves = [leaf - rate * d for leaf, d in zip(leaves, directions, strict=True)]
-    return leaves
+def mean_loss(weight, means, tasks, temperature):
+    """Returns the cross-entropy of means of classes; the last column of a head is its bias."""
+    logits = means @ weight[:, :-1].T + weight[:, -1]
+    if temperature:
+        norms = [np.linalg.norm(logits[:, tasks == task], axis=1) + 1e-7 for task in (0, 1)]
+        logits = logits / np.mean(norms, axis=0)[:, None] / temperature
+    return np.mean(np.log(np.sum(np.exp(logits), axis=1)) - np.diag(logits))
 
 
 @pytest.mark.parametrize(
-    ("preset", "rates", "temperature"),
+    ("preset", "rates", "temperature", "optimizer"),
     [
-        ("protocol", [5.0e-3, 4.52e-3, 3.27e-3, 1.73e-3, 4.8e-4], 0.1),
-        ("native", [1.0e-2, 9.05e-3, 6.55e-3, 3.45e-3, 9.5e-4], 0.0),
+        ("protocol", [5.0e-3, 4.52e-3, 3.27e-3, 1.73e-3, 4.8e-4], 0.1, ("adam", 0.0)),
+        ("native", [1.0e-2, 9.05e-3, 6.55e-3, 3.45e-3, 9.5e-4], 0.0, ("sgd", 5e-4)),
     ],
 )
-def test_alignment_in_float64(one_batch, preset, rates, temperature):
+def test_alignment_in_float64(one_batch, preset, rates, temperature, optimizer):
     """Classes without spread make every draw a scaled mean; one batch an epoch has no order."""
-    learner = toy.make_learner(
-        "inflora_ca",
-        learner__preset=preset,
-        learner__inflora_ca__logit_temperature=temperature,
-    )
-    native = preset == "native"
+    options = {"learner__inflora_ca__logit_temperature": temperature}
+    learner = toy.make_learner("inflora_ca", learner__preset=preset, **options)
     heads = toy.random_like(learner.initial_state().heads, 0, 1.0)
     gaussians = gaussian_alignment.empty(3, 3, toy.TINY.width)
     gaussians = gaussians._replace(means=toy.random_like(gaussians.means, 1, 1.0))
     seen = learner.setup.classes_of_first(2)
     aligned = learner.align(heads, gaussians, seen, jax.random.key(0))
-    sizes = toy.CLASSES[:2]
-    start = [
-        (toy.float64(heads.weight[t, :c]), toy.float64(heads.bias[t, :c]))
-        for t, c in enumerate(sizes)
-    ]
-    means = np.concatenate([toy.float64(gaussians.means[t, :c]) for t, c in enumerate(sizes)])
-    tasks = np.repeat([0, 1], sizes)
+
+    def rows(heads):
+        return np.concatenate([heads.weight, heads.bias[..., None]], axis=2)
+
+    tasks = np.nonzero(seen)[0]
     # Of the first of two tasks 0.9 + 0.1 / 2.
-    scales = np.array([0.95, 1.0])
-    weight, bias = reference_alignment(start, means, tasks, scales, temperature, rates, native)
-    for task, classes in enumerate(sizes):
-        np.testing.assert_allclose(aligned.weight[task, :classes], weight[tasks == task], atol=2e-5)
-        np.testing.assert_allclose(aligned.bias[task, :classes], bias[tasks == task], atol=2e-5)
+    means = toy.float64(gaussians.means)[seen] * np.array([0.95, 1.0])[tasks, None]
+    expected = toy.descent(
+        lambda weight: mean_loss(weight, means, tasks, temperature),
+        toy.float64(rows(heads))[seen],
+        toy.Optimizer(*optimizer),
+        rates,
+    )
+    np.testing.assert_allclose(rows(aligned)[seen], expected, atol=2e-5)
     # Weight decay shrinks unseen heads too, which new heads replace before anything reads them.
-    if not native:
-        toy.assert_equal(aligned.weight[2], heads.weight[2])
-        toy.assert_equal(aligned.weight[0, 2], heads.weight[0, 2])
+    if preset == "protocol":
+        np.testing.assert_array_equal(rows(aligned)[~seen], rows(heads)[~seen])
+
+
+# Optimiser, epochs, rate and temperature; heads are aligned from those of the task's end.
+ALIGNMENTS = {
+    "inflora_ca": (optax.scale_by_adam(), 5, 5e-3, 0.1),
+    "slca": (training.sgd(5e-4), 5, 1e-2, 0.4),
+    "e2_lora": (training.sgd(5e-4), 3, 0.02, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_all_heads_are_aligned_from_the_second_task_on(name):
+    run = toy.trajectory(name)
+    step, seen = run.steps[1], run.setup.classes_of_first(2)
+    heads = increments.store(step.before.heads, 1, step.trained["head"])
+    key = jax.random.wrap_key_data(step.frozen["alignment"])
+    align = gaussian_alignment.linear_retraining(*ALIGNMENTS[name])
+    expected = training.unpadded(run.setup, align(heads, step.after.gaussians, seen, key), 2)
+    toy.assert_equal(run.learner.heads(step.after, 2), expected)
 
 
 def test_diverged_alignment_is_an_error(monkeypatch):

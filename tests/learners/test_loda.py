@@ -1,7 +1,5 @@
 """LoDA: its directions, its shrinking, its loss, and what a task changes."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ import scipy.linalg
 
 from fdc_jax.learners import loda
 from fdc_jax.learners.second_moments import attention_input_moments
-from fdc_jax.model import operations
 from tests.learners import rsiat_reference, toy
 
 
@@ -43,42 +40,39 @@ def run():
 @pytest.mark.parametrize("task", [0, 1])
 def test_directions_are_eigenvectors_of_moments(run, backbone, task):
     step = run.steps[task]
-    old = toy.float64(step.before.moments)
+    old, rank = toy.float64(step.before.moments), toy.RANK
     new = moments_under(run, backbone, run.learner.encoder(backbone, step.before, task), step)
-    np.testing.assert_array_equal(step.designed.moments, step.before.moments)
     A = toy.float64(step.designed.increments["key"]["A"])[task]
     np.testing.assert_array_equal(step.designed.increments["value"]["A"][task], A)
-    np.testing.assert_array_equal(step.frozen["isolated"], A[..., toy.RANK :])
-    for part in toy.PARTS:
-        np.testing.assert_array_equal(
-            step.started["increment"]["general"][part]["A"], A[..., : toy.RANK]
-        )
+    np.testing.assert_array_equal(step.frozen["isolated"], A[..., rank:])
+    for factors in step.started["increment"]["general"].values():
+        np.testing.assert_array_equal(factors["A"], A[..., :rank])
     for block in range(toy.TINY.depth):
-        general, isolated = A[block, :, : toy.RANK], A[block, :, toy.RANK :]
-        np.testing.assert_allclose(general.T @ general, np.eye(toy.RANK) / 3, atol=1e-5)
+        general, isolated = np.split(A[block], 2, axis=1)
+        np.testing.assert_allclose(general.T @ general, np.eye(rank) / 3, atol=1e-5)
         both = new[block] + old[block]
-        energies = np.linalg.eigvalsh(both)[::-1][: toy.RANK] / 3
+        energies = np.linalg.eigvalsh(both)[::-1][:rank] / 3
         actual = general.T @ both @ general
         np.testing.assert_allclose(actual, np.diag(energies), atol=1e-5 * energies[0])
         if task == 0:
             np.testing.assert_array_equal(isolated, 0)
-        else:
-            np.testing.assert_allclose(isolated.T @ isolated, np.eye(toy.RANK) / 3, atol=1e-5)
-            root = loda.cholesky(old[block])
-            values = scipy.linalg.eigh(new[block], root @ root.T, eigvals_only=True)
-            ratio = trace_of_ratio(isolated, new[block], root @ root.T)
-            np.testing.assert_allclose(ratio, values[-toy.RANK :].sum(), rtol=1e-3)
+            continue
+        np.testing.assert_allclose(isolated.T @ isolated, np.eye(rank) / 3, atol=1e-5)
+        root = loda.cholesky(old[block])
+        values = scipy.linalg.eigh(new[block], root @ root.T, eigvals_only=True)
+        ratio = trace_of_ratio(isolated, new[block], root @ root.T)
+        np.testing.assert_allclose(ratio, values[-rank:].sum(), rtol=1e-3)
 
 
-def merged(kernels, step, shrinking=None):
+def merged(kernels, frozen, trained, shrinking=1.0):
     """W + 0.25 sum s_i a_i b_i + 0.5 A B, written for x W."""
-    result, leaves = toy.float64(kernels), toy.float64(step.trained["increment"])
-    fixed = toy.float64(step.frozen["isolated"])
-    for part in toy.PARTS:
+    kernels, fixed, leaves = toy.float64((kernels, frozen["isolated"], trained["increment"]))
+    shrinking, result = np.broadcast_to(shrinking, (2, toy.TINY.depth, toy.RANK)), {}
+    for factors, part in zip(shrinking, toy.PARTS, strict=True):
         A, B = (leaves["general"][part][name] for name in ("A", "B"))
-        factors = np.ones((toy.TINY.depth, toy.RANK)) if shrinking is None else shrinking[part]
-        result[part] = result[part] + 0.5 * fixed @ leaves["isolated"][part]
-        result[part] = result[part] + 0.25 * np.einsum("li,ldi,lie->lde", factors, A, B)
+        isolated = 0.5 * fixed @ leaves["isolated"][part]
+        general = 0.25 * np.einsum("li,ldi,lie->lde", factors, A, B)
+        result[part] = kernels[part] + isolated + general
     return result
 
 
@@ -87,22 +81,22 @@ def test_merged_kernels_and_moments_in_float64(run, backbone):
     for task, step in enumerate(run.steps):
         old = toy.float64(step.before.moments)
         start = run.learner.encoder(backbone, step.before, task)
-        before_merging = moments_under(run, backbone, merged(start, step), step)
-        shrinking = {}
-        for part in toy.PARTS:
-            A = toy.float64(step.trained["increment"]["general"][part]["A"])
-            kept = np.einsum("ldr,lde,ler->lr", A, old, A)
-            gained = np.einsum("ldr,lde,ler->lr", A, before_merging, A)
-            shrinking[part] = 3 * gained / (kept + 3 * gained)
-        expected = merged(start, step, shrinking)
+        leaves = step.frozen, step.trained
+        before_merging = moments_under(run, backbone, merged(start, *leaves), step)
+        A = toy.float64(step.trained["increment"]["general"])
+        A = np.stack([A[part]["A"] for part in toy.PARTS])
+        kept, gained = (
+            np.einsum("pldr,lde,pler->plr", A, moments, A) for moments in (old, 3 * before_merging)
+        )
+        shrinking = gained / (kept + gained)
+        expected = merged(start, *leaves, shrinking)
         actual = run.learner.encoder(backbone, step.after, task + 1)
         for part in toy.PARTS:
             np.testing.assert_allclose(actual[part], expected[part], atol=2e-6)
         of_merged = moments_under(run, backbone, expected, step)
         both = old + before_merging + of_merged
         np.testing.assert_allclose(step.after.moments, both, rtol=1e-4, atol=1e-4)
-        if task > 0:
-            assert max(s.max() for s in shrinking.values()) < 0.9
+        assert task == 0 or shrinking.max() < 0.9
 
 
 def test_training_moves_one_branch_per_task(run):
@@ -117,16 +111,18 @@ def test_training_moves_one_branch_per_task(run):
             assert np.all(isolated == 0) if task == 0 else np.all(isolated > 1e-3)
 
 
-def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone, monkeypatch):
-    """From portions of two images."""
-    sizes = toy.encoded(monkeypatch)
-    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
-    step, batch = run.steps[2], toy.make_batch(5, size=6, padding=2)
-    kernels = merged(run.learner.encoder(backbone, step.before, 2), step)
-    features = toy.reference_features(batch.images[:4], kernels)
-    rows = toy.float64(step.trained["head"])[:2]
-    loss = jax.jit(partial(run.learner.value_and_gradients, backbone))
-    value, _ = loss(step.frozen, step.trained, batch)
-    assert set(sizes) == {2}
-    expected = rsiat_reference.cosface(features, rows, batch.labels[:4], 20.0, 0.15)
-    np.testing.assert_allclose(value, expected, rtol=2e-4)
+def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone):
+    """A batch of one class makes a plain step, whose moments show the gradients."""
+    step, batch = run.steps[2], toy.make_batch(5, size=6, classes=1, padding=2)
+    kernels = run.learner.encoder(backbone, step.before, 2)
+    trained = toy.random_like(step.trained, 1)
+    frozen = step.frozen | {"trains": jax.tree.map(jnp.ones_like, step.frozen["trains"])}
+
+    def expected(leaves):
+        features = toy.reference_features(batch.images[:4], merged(kernels, frozen, leaves))
+        rows = leaves["head"][:2]
+        return rsiat_reference.cosface(features, rows, batch.labels[:4], 20.0, 0.15)
+
+    value, gradients = toy.value_and_gradients(run.update, backbone, frozen, trained, batch)
+    np.testing.assert_allclose(value, expected(toy.float64(trained)), rtol=2e-4)
+    toy.assert_slopes(expected, trained, gradients)

@@ -3,12 +3,9 @@
 import re
 import sys
 
-import numpy as np
 import pytest
 
-from configs import digits
 from fdc_jax.report import runs, tables
-from fdc_jax.run import configuration
 from tests import small_runs
 
 PAGE = small_runs.REPOSITORY / "docs" / "learners.md"
@@ -27,16 +24,6 @@ def test_the_learner_of_the_page_runs_and_resumes(tmp_path, cache, monkeypatch):
     small_runs.run(config, tmp_path / "stopped")
     small_runs.run(config, tmp_path / "finished")
     small_runs.same_outcome(tmp_path / "stopped", tmp_path / "finished")
-    free = digits.get_config("lwf")
-    fields = {"cache_dir": str(cache), "learner.lwf.strength": 0.0}
-    free.update_from_flattened_dict(small_runs.FIELDS | fields)
-    small_runs.run(configuration.typed(free), tmp_path / "free")
-    for task, equal in ((0, True), (1, False)):  # The first task has no earlier head.
-        features = [
-            np.load(tmp_path / name / "features" / f"train_adapted_{task}.npy")
-            for name in ("finished", "free")
-        ]
-        assert np.array_equal(*features) == equal
 
 
 @pytest.mark.ci

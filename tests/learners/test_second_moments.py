@@ -1,5 +1,6 @@
 """Second moments of attention inputs against a forward pass written out in NumPy."""
 
+import collections
 import dataclasses
 
 import jax
@@ -32,13 +33,13 @@ def test_moments_of_every_block_in_float64(backbone, kernels, moments_and_count)
     moments, count = moments_and_count
     pretrained = vit.pretrained_kernels(backbone)
     updates = {part: float64(kernels[part]) - float64(pretrained[part]) for part in toy.PARTS}
-    rows = [[] for _ in range(toy.TINY.depth)]
+    inputs = collections.defaultdict(list)
     for batch in BATCHES:
         images = batch.images[batch.weights > 0]
-        features(backbone, images, updates=updates, attention_inputs=rows)
+        features(backbone, images, updates=updates, inputs=inputs)
     assert count == 7 * 10
     for block, moment in enumerate(moments):
-        tokens = np.concatenate(rows[block])
+        tokens = np.concatenate(inputs["qkv", block])
         expected = tokens.T @ tokens / count
         np.testing.assert_allclose(moment, expected, atol=2e-5 * np.abs(expected).max())
         lengths = np.mean(np.sum(tokens**2, axis=1))
@@ -81,8 +82,8 @@ def test_portions_of_a_batch_give_the_same_moments(
 
 
 def test_registers_count_as_tokens():
-    model = SETUP.model.clone(variant=dataclasses.replace(toy.TINY, registers=2))
-    backbone = vit.initialise(model, toy.SIDE, jax.random.key(0))
-    setup, kernels = dataclasses.replace(SETUP, model=model), vit.pretrained_kernels(backbone)
-    _, count = attention_input_moments(setup, backbone, kernels, BATCHES)
+    variant = dataclasses.replace(toy.TINY, registers=2)
+    setup = dataclasses.replace(SETUP, model=SETUP.model.clone(variant=variant))
+    backbone = toy.random_params(0, variant)
+    _, count = attention_input_moments(setup, backbone, vit.pretrained_kernels(backbone), BATCHES)
     assert count == 7 * 12

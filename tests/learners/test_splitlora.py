@@ -39,34 +39,32 @@ def state_with_directions(learner, major=MAJOR):
     )
 
 
-@pytest.mark.parametrize("task", [1, 2])
-def test_A_lies_in_the_minor_subspace_and_shrinks_with_tasks(backbone, task):
+def test_A_fills_the_minor_subspace_and_shrinks_with_tasks():
+    state, width = state_with_directions(toy.make_learner("splitlora")), toy.TINY.width
+    for task in (1, 2):
+        reference = jnp.ones((toy.TINY.depth, width, 4000))
+        A = toy.float64(splitlora.within_minor(jax.random.key(task), state, reference, task))
+        for block, major in enumerate(MAJOR):
+            norm = np.linalg.norm(A[block])
+            np.testing.assert_allclose(norm, (width * 4000) ** 0.5 / (task + 1), rtol=1e-5)
+            coordinates = toy.float64(state.directions)[block].T @ A[block]
+            assert np.linalg.norm(coordinates[:major]) <= 1e-5 * norm
+            variances = np.mean(coordinates[major:] ** 2, axis=1)
+            expected = width / (width - major) / (task + 1) ** 2
+            np.testing.assert_allclose(variances, expected, rtol=0.15)
+
+
+def test_key_and_value_have_their_own_directions(backbone):
+    """Their length is that of the A of a first task, divided by the number of tasks."""
     learner = toy.make_learner("splitlora")
     state = state_with_directions(learner)
-    frozen, _ = learner.start_task(backbone, state, task, jax.random.key(5))
-    first, _ = learner.start_task(backbone, state, 0, jax.random.key(5))
+    first, third = (
+        learner.start_task(backbone, state, task, jax.random.key(5))[0]["A"] for task in (0, 2)
+    )
     for part in toy.PARTS:
-        A, reference = toy.float64(frozen["A"][part]), toy.float64(first["A"][part])
-        for block, major in enumerate(MAJOR):
-            leading = toy.float64(state.directions)[block, :, :major]
-            norm = np.linalg.norm(A[block])
-            assert np.linalg.norm(leading.T @ A[block]) <= 1e-5 * norm
-            expected = np.linalg.norm(reference[block]) / (task + 1)
-            np.testing.assert_allclose(norm, expected, rtol=1e-5)
-            assert np.linalg.matrix_rank(A[block], tol=1e-4 * norm) == toy.RANK
-    # Key and value share the subspace but not the draw.
-    assert np.abs(toy.float64(frozen["A"]["key"]) - toy.float64(frozen["A"]["value"])).max() > 1e-2
-
-
-def test_draws_fill_the_minor_subspace():
-    state = state_with_directions(toy.make_learner("splitlora"))
-    reference = jnp.ones((toy.TINY.depth, toy.TINY.width, 4000))
-    A = toy.float64(splitlora.within_minor(jax.random.key(0), state, reference, 1))
-    for block, major in enumerate(MAJOR):
-        coordinates = toy.float64(state.directions)[block].T @ A[block]
-        variances = np.mean(coordinates**2, axis=1)
-        expected = 0.25 * toy.TINY.width / (toy.TINY.width - major)
-        np.testing.assert_allclose(variances[major:], expected, rtol=0.15)
+        norms = (np.linalg.norm(A[part], axis=(1, 2)) for A in (first, third))
+        np.testing.assert_allclose(np.divide(*norms), 3.0, rtol=1e-5)
+    assert np.abs(third["key"] - third["value"]).max() > 1e-2
 
 
 def test_too_few_minor_directions_are_an_error(backbone):
@@ -96,8 +94,8 @@ def test_moments_average_over_all_tokens(backbone):
             directions = toy.float64(step.after.directions)[block]
             moment = toy.float64(step.after.moments)[block]
             values = np.sort(np.linalg.eigvalsh(moment))[::-1]
-            diagonal = directions.T @ moment @ directions
             np.testing.assert_allclose(directions.T @ directions, np.eye(toy.TINY.width), atol=1e-5)
+            diagonal = directions.T @ moment @ directions
             np.testing.assert_allclose(diagonal, np.diag(values), atol=1e-4)
             assert step.after.major[block] == splitlora.num_major(values, task + 1, 0.05)
     assert np.asarray(run.steps[-1].after.major).max() > 3

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from configs import digits
 from fdc_jax import learners
@@ -28,8 +29,10 @@ from tests.model.reference import (
     float64,
     products,
     random_images,
-    random_like,
     random_params,
+)
+from tests.model.reference import (
+    random_like as random_like,
 )
 
 MODEL = vit.VisionTransformer(TINY)
@@ -165,26 +168,24 @@ def programs_compiled():
         texts.extend(path.read_text() for path in Path(folder).iterdir())
 
 
-def augmented_of(task, classes):
-    """Returns the batches that a task of a trajectory trains on; the last image is padding."""
-    return [make_batch(10 * task + i, size=6, classes=classes, padding=i) for i in range(2)]
-
-
 def images_of(task, classes):
-    """Returns a task's images, augmented and plain ones that differ."""
-    plain = [make_batch(10 * task + 5 + i, size=6, classes=classes, padding=i) for i in range(2)]
-    return task_images(*augmented_of(task, classes), plain=plain)
+    """Returns a task's images, augmented and plain ones that differ; the last one is padding."""
+
+    def batches(seed):
+        return [make_batch(seed + i, size=6, classes=classes, padding=i) for i in range(2)]
+
+    return task_images(*batches(10 * task), plain=batches(10 * task + 5))
 
 
 @functools.cache
-def trajectory(name: str) -> Trajectory:
-    """Trains a learner on three tasks of noise, once for all tests."""
-    learner, backbone = make_learner(name), make_backbone()
+def trajectory(name: str, classes_per_task: tuple[int, ...] = CLASSES) -> Trajectory:
+    """Trains a learner on tasks of noise, once for all tests."""
+    learner, backbone = make_learner(name, classes_per_task), make_backbone()
     setup = learner.setup
     update, rate = learner.update(), RATES.get(name, RATE)
     state, steps, snapshots = learner.initial_state(), [], []
     with programs_compiled() as programs:
-        for task, classes in enumerate(setup.classes_per_task):
+        for task, classes in enumerate(classes_per_task):
             images = images_of(task, classes)
             designed = learner.before_task(backbone, state, task, images)
             started = learner.start_task(backbone, designed, task, jax.random.key(task))
@@ -193,11 +194,12 @@ def trajectory(name: str) -> Trajectory:
             snapshots.append(jax.tree.map(np.array, (designed, frozen)))
             started = jax.tree.map(np.array, trained)
             progress = devices.replicate(setup.mesh, update.initialise(trained))
-            for batch in augmented_of(task, classes):
+            for batch in images.augmented():
                 trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
             after = learner.after_task(backbone, designed, task, frozen, trained, images)
             steps.append(Step(state, designed, frozen, started, trained, images, after))
             state = after
+    assert update.step._cache_size() == 1  # One compilation serves all tasks.
     lines = re.findall(r".*stablehlo\.(?:dot_general|convolution).*", "\n".join(programs))
 
     @jax.jit
@@ -237,18 +239,14 @@ def encoded(monkeypatch):
     return sizes
 
 
-def value_and_gradients(update, backbone, frozen, trained, batch, rate=1.0):
-    """Returns the loss and its gradients from Adam's first step, which is compiled already."""
-    _, progress, value = update.step(
-        backbone, frozen, copy(trained), update.initialise(trained), batch, rate
-    )
-
-    def is_adam(node):
-        return hasattr(node, "mu") or hasattr(node, "first")
-
-    (adam,) = filter(is_adam, jax.tree.leaves(progress, is_leaf=is_adam))
-    first = adam.mu if hasattr(adam, "mu") else adam.first
-    return float(value), jax.tree.map(lambda leaf: leaf / 0.1, float64(first))
+def value_and_gradients(update, backbone, frozen, trained, batch):
+    """Returns the loss and its gradients, from the moments of the first step, which is compiled."""
+    progress = update.initialise(trained)
+    _, progress, value = update.step(backbone, frozen, copy(trained), progress, batch, 1.0)
+    for moment, share in (("mu", 0.1), ("first", 0.1), ("trace", 1.0)):
+        sums = optax.tree.get(progress, moment)
+        if sums is not None:
+            return float(value), jax.tree.map(lambda leaf, s=share: leaf / s, float64(sums))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -278,13 +276,32 @@ def reference_cross_entropy(features, head, labels, classes):
     return log_sum - logits[np.arange(len(logits)), labels]
 
 
-def slope(function, tree, direction, step=1e-5):
-    """Returns the central difference of a function of a float64 tree along a direction."""
+def slope(function, arrays, number, direction, step=1e-5):
+    """Returns the central difference of a function of float64 arrays, one moved in a direction."""
+    values = []
+    for distance in (step, -step):
+        moved = [*arrays]
+        moved[number] = arrays[number] + distance * direction
+        values.append(function(moved))
+    return (values[0] - values[1]) / (2 * step)
 
-    def moved(distance):
-        return jax.tree.map(lambda leaf, d: leaf + distance * d, tree, direction)
 
-    return (function(moved(step)) - function(moved(-step))) / (2 * step)
+def differences(function, arrays):
+    """Returns the gradient of a function of float64 arrays, entry by entry."""
+    gradients = []
+    for number, array in enumerate(arrays):
+        units = np.eye(array.size).reshape(-1, *array.shape)
+        slopes = [slope(function, arrays, number, unit) for unit in units]
+        gradients.append(np.reshape(slopes, array.shape))
+    return gradients
+
+
+def descent(loss, array, optimizer, rates):
+    """Returns a float64 array after a step of the optimizer for every rate."""
+    for rate in rates:
+        (gradient,) = differences(lambda arrays: loss(*arrays), [array])
+        array = array - rate * optimizer(gradient, array)
+    return array
 
 
 def features_with(kernels, increment, images):
@@ -295,49 +312,44 @@ def features_with(kernels, increment, images):
 
 
 def assert_slopes(loss, trained, gradients, rtol=2e-3):
-    """Asserts gradients along a random direction of each part; returns its slopes.
+    """Asserts the gradient of every leaf along a random direction; returns the slopes.
 
     `loss` is a function of the float64 leaves.
     """
-    start, slopes = float64(trained), {}
-    for seed, part in enumerate(trained):
-        direction = jax.tree.map(np.zeros_like, start)
-        direction[part] = float64(random_like(trained[part], seed))
-        slopes[part] = slope(loss, start, direction)
-        np.testing.assert_allclose(inner(gradients, direction), slopes[part], rtol, atol=1e-5)
+    leaves, structure = jax.tree.flatten(float64(trained))
+    rng, slopes = np.random.default_rng(0), []
+    for number, gradient in enumerate(jax.tree.leaves(gradients)):
+        direction = rng.normal(size=gradient.shape)
+        expected = slope(
+            lambda x: loss(jax.tree.unflatten(structure, x)), leaves, number, direction
+        )
+        atol = 1e-6 + rtol * np.linalg.norm(gradient)
+        np.testing.assert_allclose(np.sum(gradient * direction), expected, atol=atol)
+        slopes.append(expected)
     return slopes
 
 
-def inner(gradients, direction):
-    """Returns the inner product of two trees."""
-    return sum(jax.tree.leaves(jax.tree.map(lambda g, d: np.sum(g * d), gradients, direction)))
-
-
 class Optimizer:
-    """Directions of Adam, AdamW or PyTorch's SGD with momentum 0.9, in float64.
+    """Directions of Adam, AdamW or PyTorch's SGD with momentum 0.9 for an array, in float64.
 
-    Each call takes the gradients of one step and the parameters, trees of the same form, and
-    returns what the step subtracts, but for the rate.
+    A call takes the gradient of a step and the parameters, and returns what the step subtracts,
+    but for the rate.
     """
 
     def __init__(self, kind="adam", decay=0.0):
-        self.kind, self.decay, self.steps, self.moments = kind, decay, 0, None
+        self.kind, self.decay, self.steps = kind, decay, 0
+        self.first = self.second = 0.0
 
-    def __call__(self, gradients, parameters):
+    def __call__(self, gradient, parameters):
         self.steps += 1
-        leaves, structure = jax.tree.flatten(gradients)
-        self.moments = self.moments or [(0.0, 0.0)] * len(leaves)
-        steps = map(self._leaf, self.moments, leaves, jax.tree.leaves(parameters))
-        directions, self.moments = zip(*steps, strict=True)
-        return jax.tree.unflatten(structure, directions)
-
-    def _leaf(self, moments, g, x):
-        (first, second), decay = moments, self.decay * x
-        g = g if self.kind == "adamw" else g + decay
+        decay = self.decay * parameters
+        if self.kind != "adamw":
+            gradient = gradient + decay
         if self.kind == "sgd":
-            first = 0.9 * first + g
-            return first, (first, second)
-        first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
-        root = np.sqrt(second / (1 - 0.999**self.steps))
-        direction = first / (1 - 0.9**self.steps) / (root + 1e-8)
-        return direction + (decay if self.kind == "adamw" else 0.0), (first, second)
+            self.first = 0.9 * self.first + gradient
+            return self.first
+        self.first = 0.9 * self.first + 0.1 * gradient
+        self.second = 0.999 * self.second + 0.001 * gradient**2
+        root = np.sqrt(self.second / (1 - 0.999**self.steps))
+        direction = self.first / (1 - 0.9**self.steps) / (root + 1e-8)
+        return direction + decay if self.kind == "adamw" else direction

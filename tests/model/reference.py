@@ -1,5 +1,6 @@
 """The Vision Transformer in float64 NumPy, token by token where that is the plainest reading."""
 
+import collections
 import math
 
 import jax
@@ -12,6 +13,7 @@ from fdc_jax.model import vit
 TINY = vit.Variant(width=24, depth=2, heads=3, patch=4)
 SIDE = 12
 PARTS = ("key", "value")
+NO_UPDATE = np.zeros(TINY.depth)
 
 
 def random_like(tree, seed, scale=0.3):
@@ -47,28 +49,19 @@ def _layer_norm(x, p):
     return centred / np.sqrt(variance + 1e-6) * p["scale"] + p["bias"]
 
 
-def features(
-    params,
-    images,
-    variant=TINY,
-    offset=0.0,
-    divisor=1.0,
-    updates=None,
-    adapter=None,
-    attention_inputs=None,
-    mlp_inputs=None,
-):
+def features(params, images, updates=None, adapter=None, inputs=None):
     """Returns the class token after the final norm: Dosovitskiy et al. (2021), Eqs. 1-4.
 
-    Every token passes through every block. `updates[part][block]` [d, d] is added to the key or
-    value kernel. `adapter[leaf][block]` acts on what the attention leaves, beside the MLP.
-    `attention_inputs[block]`, a list, gets the tokens that enter a block's attention, by image;
-    `mlp_inputs[block]` those that enter its MLP.
+    Every token passes through every block. `updates[layer][block]` is added to the kernel of the
+    query, key or value, or to the first one of the MLP, `fc1`. `adapter[leaf][block]` acts on what
+    the attention leaves, beside the MLP. `inputs["qkv", block]` and `inputs["fc1", block]`, lists,
+    get the tokens that enter a block's attention and MLP, by image.
     """
     p = float64(params)
-    width, heads, size = variant.width, variant.heads, variant.patch
+    updates, inputs = updates or {}, collections.defaultdict(list) if inputs is None else inputs
+    width, heads, size = TINY.width, TINY.heads, TINY.patch
     outputs = []
-    for image in (images / 255.0 - offset) / divisor:
+    for image in images / 255.0:
         tokens = [p["cls"].reshape(width)]
         for top in range(0, image.shape[0], size):
             for left in range(0, image.shape[1], size):
@@ -77,17 +70,15 @@ def features(
                 tokens.append(product + p["embedding"]["bias"])
         trunk = p["Transformer"]
         z = np.stack(tokens) + trunk["posembed_input"]["pos_embedding"][0]
-        for number in range(variant.depth):
+        for number in range(TINY.depth):
             block = trunk[f"encoderblock_{number}"]
             attention = block["MultiHeadDotProductAttention_1"]
             x = _layer_norm(z, block["LayerNorm_0"])
-            if attention_inputs is not None:
-                attention_inputs[number].append(x)
+            inputs["qkv", number].append(x)
             projected = {}
             for part in ("query", "key", "value"):
                 kernel = attention[part]["kernel"].reshape(width, width)
-                if updates is not None and part in updates:
-                    kernel = kernel + updates[part][number]
+                kernel = kernel + updates.get(part, NO_UPDATE)[number]
                 projected[part] = x @ kernel + attention[part]["bias"].reshape(width)
             mixed = []
             for head in range(heads):
@@ -99,9 +90,9 @@ def features(
             z = z + np.concatenate(mixed, 1) @ out + attention["out"]["bias"]
             mlp = block["MlpBlock_3"]
             x = _layer_norm(z, block["LayerNorm_2"])
-            if mlp_inputs is not None:
-                mlp_inputs[number].append(x)
-            hidden = x @ mlp["Dense_0"]["kernel"] + mlp["Dense_0"]["bias"]
+            inputs["fc1", number].append(x)
+            kernel = mlp["Dense_0"]["kernel"] + updates.get("fc1", NO_UPDATE)[number]
+            hidden = x @ kernel + mlp["Dense_0"]["bias"]
             hidden = hidden * (1 + erf(hidden / math.sqrt(2))) / 2
             beside = 0.0
             if adapter is not None:

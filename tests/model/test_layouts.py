@@ -169,55 +169,44 @@ def plain_timm(width, depth=1):
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
-def smallest(width, names, positions=True):
-    """Returns the shapes by which an encoder is recognised, without memory, under five names."""
+TIMM = ("cls_token", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
+TIMM += ("blocks.0.mlp.fc2.weight", "pos_embed")
+HUGGING_FACE = ("embeddings.cls_token", "embeddings.patch_embeddings.projection.weight")
+HUGGING_FACE += ("encoder.layer.0.mlp.fc1.weight", "encoder.layer.0.mlp.fc2.weight")
+HUGGING_FACE += ("embeddings.position_embeddings",)
+
+
+@pytest.mark.parametrize(
+    "name, width, expected",
+    [
+        # As in timm's own models, whose configurations do not have the number of heads.
+        ("vit_so400m_patch14_siglip_224", 1152, (16,)),
+        ("vit_huge_patch14_224", 1280, (16,)),
+        ("vit_giant_patch14_224", 1408, (16,)),
+        ("vit_giant_patch14_dinov2", 1536, (24,)),
+        ("vit_giantopt_patch16_siglip_256", 1536, (16,)),
+        ("vit_gigantic_patch14_224", 1664, (16,)),
+        ("vit_huge_plus_patch16_dinov3", 1280, (20,)),
+        ("vit_7b_patch16_dinov3", 4096, (32,)),
+        # Defaults of transformers 5.23.
+        ("vit", 24, (12, "gelu", 1e-12)),
+        ("dinov2", 24, (12, "gelu", 1e-6)),
+        ("clip_vision_model", 24, (12, "quick_gelu", 1e-5)),
+        ("siglip_vision_model", 24, (12, "gelu_tanh", 1e-6)),
+    ],
+)
+def test_omitted_fields_have_the_values_of_the_library(tmp_path, name, width, expected):
+    """From the shapes by which an encoder is recognised, without memory."""
+    kind, names = ("architecture", TIMM) if "patch" in name else ("model_type", HUGGING_FACE)
+    (tmp_path / "config.json").write_text(json.dumps({kind: name}))
     shapes = [(1, 1, width), (width, 3, 16, 16), (4 * width, width), (width, 4 * width)]
-    if positions:
+    if "dinov3" not in name:
         shapes.append((1, 17, width))
     zero = np.float32(0)
-    return {name: np.broadcast_to(zero, shape) for name, shape in zip(names, shapes, strict=False)}
-
-
-@pytest.mark.parametrize(
-    "architecture, width, heads",
-    [
-        ("vit_so400m_patch14_siglip_224", 1152, 16),
-        ("vit_huge_patch14_224", 1280, 16),
-        ("vit_giant_patch14_224", 1408, 16),
-        ("vit_giant_patch14_dinov2", 1536, 24),
-        ("vit_giantopt_patch16_siglip_256", 1536, 16),
-        ("vit_gigantic_patch14_224", 1664, 16),
-        ("vit_huge_plus_patch16_dinov3", 1280, 20),
-        ("vit_7b_patch16_dinov3", 4096, 32),
-    ],
-)
-def test_heads_follow_from_timms_architecture(tmp_path, architecture, width, heads):
-    """As in timm's own models, whose configurations do not have them."""
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": architecture}))
-    names = ("cls_token", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
-    names += ("blocks.0.mlp.fc2.weight", "pos_embed")
-    arrays = smallest(width, names, positions="dinov3" not in architecture)
+    arrays = {key: np.broadcast_to(zero, s) for key, s in zip(names, shapes, strict=False)}
     _, variant = layouts.encoder_of(arrays, tmp_path / "model.safetensors")
-    assert variant.heads == heads
-
-
-@pytest.mark.parametrize(
-    "model_type, activation, epsilon",
-    [
-        ("vit", "gelu", 1e-12),
-        ("dinov2", "gelu", 1e-6),
-        ("clip_vision_model", "quick_gelu", 1e-5),
-        ("siglip_vision_model", "gelu_tanh", 1e-6),
-    ],
-)
-def test_omitted_fields_have_the_defaults_of_the_library(tmp_path, model_type, activation, epsilon):
-    """Defaults of transformers 5.23."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    names = ("embeddings.cls_token", "embeddings.patch_embeddings.projection.weight")
-    names += ("encoder.layer.0.mlp.fc1.weight", "encoder.layer.0.mlp.fc2.weight")
-    arrays = smallest(24, (*names, "embeddings.position_embeddings"))
-    _, variant = layouts.encoder_of(arrays, tmp_path / "model.safetensors")
-    assert (variant.heads, variant.activation, variant.epsilon) == (12, activation, epsilon)
+    actual = variant.heads, variant.activation, variant.epsilon
+    assert actual[: len(expected)] == expected
 
 
 def test_number_of_heads_is_required_without_configuration(tmp_path):

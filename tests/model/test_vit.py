@@ -40,23 +40,19 @@ def with_adapter(adapter):
     return vit.KeyValueKernels(**vit.pretrained_kernels(PARAMS), adapter=adapter)
 
 
-@pytest.mark.parametrize("given", ["both", "increment", "nothing"])
-def test_kernels_and_increments(given):
-    """An increment comes on top of the kernels given, or of the pretrained ones."""
-    first = random_increment(2)
-    second = None if given == "nothing" else random_increment(3)
-    kernels, added = None, products(second) if second else {}
-    if given == "both":
-        kernels = increments.merge(vit.pretrained_kernels(PARAMS), first)
-        added = jax.tree.map(np.add, products(first), added)
-    expected = reference.features(PARAMS, IMAGES, updates=added)
-    assert_allclose(encode(MODEL, IMAGES, kernels, second), expected, atol=3e-5)
-
-
-def test_the_adapter_acts_beside_the_mlp_of_every_block():
-    adapter = random_adapter()
-    expected = reference.features(PARAMS, IMAGES, adapter=adapter)
-    assert_allclose(encode(MODEL, IMAGES, with_adapter(adapter)), expected, atol=3e-5)
+def test_kernels_increments_and_adapters_in_float64():
+    """An increment comes on top of the kernels given; an adapter acts beside every MLP."""
+    first, second, adapter = random_increment(2), random_increment(3), random_adapter()
+    kernels = increments.merge(vit.pretrained_kernels(PARAMS), first)
+    both = jax.tree.map(np.add, products(first), products(second))
+    for given, expected in (
+        ((), {}),
+        ((None, second), {"updates": products(second)}),
+        ((kernels, second), {"updates": both}),
+        ((with_adapter(adapter),), {"adapter": adapter}),
+    ):
+        expected = reference.features(PARAMS, IMAGES, **expected)
+        assert_allclose(encode(MODEL, IMAGES, *given), expected, atol=3e-5)
 
 
 def test_dropout_scales_the_hidden_units_that_stay(monkeypatch):
@@ -138,18 +134,17 @@ def test_unknown_names_and_sizes_are_refused(arguments, message):
 @pytest.mark.parametrize("queries", [5, 1])
 def test_bfloat16_attention_is_near_float32(queries):
     rng = np.random.default_rng(0)
-    shapes = [(2, queries, 3, 8), (2, queries, 3, 8), (2, 5, 3, 8), (2, 5, 3, 8)]
-    arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    tokens = (queries, queries, 5, 5)  # of the gradient, q, k and v
+    arrays = [jnp.asarray(rng.normal(size=(2, count, 3, 8)), jnp.bfloat16) for count in tokens]
 
     def attend(precision, gradient, *inputs):
         arithmetic = operations.Arithmetic(gradient.dtype, precision, "xla")
         value, pull = jax.vjp(lambda *given: operations.attend(*given, arithmetic), *inputs)
         return value, *pull(gradient)
 
-    actual = attend(jax.lax.Precision.DEFAULT, *arrays)
     wide = [array.astype(jnp.float32) for array in arrays]
     expected = attend(jax.lax.Precision.HIGHEST, *wide)
-    for array, other in zip(actual, expected, strict=True):
+    for array, other in zip(attend(jax.lax.Precision.DEFAULT, *arrays), expected, strict=True):
         assert array.dtype == jnp.bfloat16
         error = np.linalg.norm(array.astype(jnp.float32) - other)
         assert error <= 2**-7 * np.linalg.norm(other)
