@@ -30,7 +30,7 @@ def write_digits(folder, digits):
 
 def initialized(monkeypatch, folder, options):
     """Returns a model, images and arguments as Mammoth's command does."""
-    options = f"{options} --model=sgd --n_epochs=4 --batch_size=32 --seed=1 --num_workers=0"
+    options = f"{options} --model=sgd --batch_size=32 --seed=1 --num_workers=0"
     options = [*options.split(), "--non_verbose=1", f"--base_path={folder}"]
     monkeypatch.setattr(sys, "argv", ["main.py", *options])
     import main
@@ -71,7 +71,9 @@ def test_model_and_its_copies_score_as_refitted(
 ):
     model_type = checkout("MAMMOTH", "Mammoth")["SgdFDC"]
     write_digits(tmp_path, digit_images)
-    plain, dataset, args = initialized(monkeypatch, tmp_path, "--dataset=seq-mnist --lr=0.05")
+    plain, dataset, args = initialized(
+        monkeypatch, tmp_path, "--dataset=seq-mnist --lr=0.05 --n_epochs=4"
+    )
     from utils.training import train
 
     networks, parts, copies, lines = [], [], [], []
@@ -145,19 +147,25 @@ def test_gaussians_surpass_raw_logits_on_real_images(checkout, real_images, tmp_
 
     splits, vit = real_images
 
-    def read(self, root, train, transform, *_):
+    def read(self, root, train=True, transform=None, *_, **__):
         self.data, self.targets = splits[not train], splits[2 + (not train)]
-        self.transform, self.target_transform = transform, None
+        self.transform, self.target_transform, self.classes = transform, None, [*range(20)]
 
     monkeypatch.setattr(datasets.CIFAR100, "__init__", read)
     monkeypatch.setattr(datasets.CIFAR100, "_check_integrity", lambda _: True)
-    plain, dataset, args = initialized(monkeypatch, tmp_path, "--dataset=seq-cifar100 --lr=0.01")
+    plain, dataset, args = initialized(
+        monkeypatch, tmp_path, "--dataset=seq-cifar100 --lr=0.01 --n_epochs=5"
+    )
     from utils.training import train
 
-    kind = type(dataset)
-    kind.N_TASKS, kind.N_CLASSES_PER_TASK, kind.N_CLASSES = 5, 4, 20
-    kind.get_normalization_transform = lambda _: transforms.Normalize(0.5, 0.5)
-    kind.TRANSFORM = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.5, 0.5)])
+    normalise = transforms.Normalize(0.5, 0.5)
+    vars(dataset).update(
+        N_TASKS=5,
+        N_CLASSES_PER_TASK=4,
+        N_CLASSES=20,
+        TRANSFORM=transforms.Compose([transforms.ToTensor(), normalise]),
+        get_normalization_transform=lambda: normalise,
+    )
     lines, accuracies = [], []
     monkeypatch.setattr("fdc_mammoth.logging", SimpleNamespace(info=lines.append))
 

@@ -130,6 +130,7 @@ def test_gaussians_surpass_raw_logits_on_real_images(checkout, real_images):
     sizes = {"init_cls": 4, "increment": 4, "init_epoch": 5, "epochs": 5}
     manager, args = data_manager(splits, backbone, calibrator="gaussians", **rates, **sizes)
     learner = learner_type(args)
+    learner.topk = 2
     for _ in range(5):
         learner.incremental_train(manager)
         accuracy = learner.eval_task()[0]["top1"] / 100
