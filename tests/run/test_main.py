@@ -1,6 +1,7 @@
 """The command as a user meets it: exit codes, one line per mistake, exact resuming."""
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -157,6 +158,31 @@ def test_signals_count_from_the_start(tmp_path, cache):
     _, errors = finish(process, expected=75)
     assert errors.splitlines()[-1] == "fdc_jax.run: stopped by SIGINT; the same command resumes"
     assert "Traceback" not in errors
+
+
+SHOWS = """
+import traceback
+
+from fdc_jax.learners import Learner
+
+
+class Shows(Learner):
+    def before_task(self, *arguments):
+        traceback.print_stack()
+        raise SystemExit(4)
+"""
+
+
+@pytest.mark.ci
+def test_five_frames_lead_from_the_command_to_the_task_loop(tmp_path, cache):
+    (tmp_path / "shows.py").write_text(SHOWS)
+    config = f"--config={small_runs.REPOSITORY / 'configs' / 'digits.py'}:shows"
+    process = start("run", config, "--quiet", cache=cache, cwd=tmp_path)
+    _, errors = finish(process, expected=4)
+    files = [Path(file) for file in re.findall('File "(.*)", line', errors)]
+    names = [file.name for file in files if "site-packages" not in file.parts]
+    frames = names[: names.index("experiment.py")]
+    assert frames == ["main.py", "command.py", "seeds.py", "seeds.py"]
 
 
 def test_a_command_line_gives_a_configuration():
