@@ -38,12 +38,6 @@ def records(*names):
     return by_program
 
 
-def milliseconds(record):
-    """Returns the estimate, which earlier files have by part of the encoder."""
-    estimate = record["milliseconds"]
-    return sum(estimate.values()) if isinstance(estimate, dict) else estimate
-
-
 def memory(record):
     """Returns GiB of temporary memory as the page has them."""
     return f"{record['memory_bytes']['temporary'] / GIB:.2f}"
@@ -52,16 +46,17 @@ def memory(record):
 def cells(record):
     """Returns milliseconds, images per second, share of the peak and memory, as on the page."""
     images, share = record["images_per_second"], 100 * record["share_of_peak"]
-    return [f"{milliseconds(record):.1f}", f"{images:,.0f}", f"{share:.0f}", memory(record)]
+    return [f"{record['milliseconds']:.1f}", f"{images:,.0f}", f"{share:.0f}", memory(record)]
 
 
 def programs():
     """Returns a row per program of Cumulative-LoRA, its batch size and target."""
+    estimates = {"v5e": records("v5e", "v5e_256"), "v6e": records("v6e")}
     return [
-        [f"{name} of {size} images", f"TPU {target}", *cells(records(target)[program, size])]
+        [f"{name} of {size} images", f"TPU {target}", *cells(by_program[program, size])]
         for program, name in (("cumulative_lora", "step"), ("extraction", "extraction"))
         for size in (64, 256)
-        for target in ("v5e", "v6e")
+        for target, by_program in estimates.items()
     ]
 
 
@@ -74,12 +69,12 @@ def steps():
 
 def passes():
     """Returns a row per pass before or after a task: its estimate, and divided by the step's."""
-    estimates = records("v5e", "v5e_passes")
-    step = milliseconds(estimates["cumulative_lora", 64])
+    estimates = records("v5e")
+    step = estimates["cumulative_lora", 64]["milliseconds"]
     rows = []
     for program, name in NAMES.items():
         record = estimates[program, 64]
-        estimate = milliseconds(record)
+        estimate = record["milliseconds"]
         seconds = f"{record['compile_processor_seconds']:.0f}"
         rows.append([name, f"{estimate:.1f}", f"{estimate / step:.2f}", memory(record), seconds])
     return rows
@@ -87,14 +82,14 @@ def passes():
 
 def shares():
     """Returns a row per learner with passes: how many, and their share of passes and training."""
-    estimates, rows = records("v5e", "v5e_passes"), []
+    estimates, rows = records("v5e"), []
     for name, numbers in PASSES.items():
         if (name, 64) not in estimates:
             continue
         extra = 0.0
         for program, count in numbers.items():
-            extra += count * milliseconds(estimates[program, 64])
-        training = EPOCHS * milliseconds(estimates[name, 64])
+            extra += count * estimates[program, 64]["milliseconds"]
+        training = EPOCHS * estimates[name, 64]["milliseconds"]
         counts = [str(numbers.get(program, "")) for program in NAMES]
         rows.append([learners.title(name), *counts, f"{100 * extra / (extra + training):.0f}"])
     return rows
@@ -127,8 +122,8 @@ def test_tables_equal_their_files(header, expected):
 
 
 def test_scoring_equals_its_file():
-    of_file, page = records("v5e_scoring"), (REPOSITORY / PAGE).read_text()
-    scoring, extraction = (milliseconds(of_file[name, 64]) for name in ("scoring", "extraction"))
+    of_file, page = records("v5e"), (REPOSITORY / PAGE).read_text()
+    scoring, extraction = (of_file[name, 64]["milliseconds"] for name in ("scoring", "extraction"))
     assert f"for 20 tasks in {scoring:.3f} ms on v5e, beside {extraction:.1f} ms" in page
 
 

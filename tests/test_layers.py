@@ -29,7 +29,7 @@ LIMITS = {
     "paper": 5_560,
     "posthoc": 3_370,
     "report": 22_870,
-    "run": 21_900,
+    "run": 21_920,
 }
 
 

@@ -165,9 +165,10 @@ def help_lines(config: ml_collections.ConfigDict) -> list[str]:
         text = ",".join(map(str, value)) if isinstance(value, list) else value
         parts = [meta.description for meta in metas if meta.description]
         for meta in metas:
-            for key, limit in meta.__rich_repr__():
-                if key in _SIGNS and limit != 2**53:
-                    parts.append(f"{_SIGNS[key]} {limit}")
+            for key, sign in _SIGNS.items():
+                limit = getattr(meta, key)
+                if limit not in (None, 2**53):  # Larger numbers have no exact float.
+                    parts.append(f"{sign} {limit}")
         lines.append(f"  --config.{name}={text}  # {'; '.join(parts)}")
     return lines
 

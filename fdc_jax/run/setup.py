@@ -317,11 +317,11 @@ def start_task(
         # Every step reads these, so that none of them may stay on the host.
         frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
 
-    def after_task(backbone, state, *started):
-        return learner.after_task(backbone, state, task, *started, None)
+    def after_task(backbone, state, frozen, trained, images: Any = None):
+        return learner.after_task(backbone, state, task, frozen, trained, images)
 
     new = state
-    with contextlib.suppress(Exception):  # It reads images or computes on the host.
+    with contextlib.suppress(Exception):  # It reads images, or computes on the host: checked later.
         new = jax.eval_shape(after_task, backbone, state, frozen, trained)
     learners.check_state(learner.section(), "after_task", state, new)
     return frozen, trained, devices.replicate(mesh, update.initialise(trained))

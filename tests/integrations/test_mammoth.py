@@ -180,5 +180,5 @@ def test_gaussians_surpass_raw_logits_on_real_images(checkout, real_images, tmp_
     model = Watched(vit(20), plain.loss, args, dataset.get_transform(), dataset)
     train(model.to(plain.device), dataset, args)
     raw = float(lines[-1].removeprefix("[Class-IL] without calibration: ").removesuffix(" %"))
-    print({"raw": raw / 100, "gaussians": accuracies[-1] / 100})
+    print({"raw": raw / 100, "gaussians": float(accuracies[-1]) / 100})
     assert accuracies[-1] > raw + 10
