@@ -85,7 +85,7 @@ def test_posthoc_commands_run(tmp_path, monkeypatch):
 
 def test_continuous_integration_runs_the_readmes_test_command():
     script = (REPOSITORY / ".ci" / "run").read_text()
-    assert "README.md" in script and "-m ci" in script
+    assert "README.md" in script and "-m 'ci and not slow'" in script
     first = next(line for line in README.splitlines() if "python -m pytest" in line)
     assert first.startswith("python3 -m venv .venv && ")
 
