@@ -33,7 +33,7 @@ def run(workdir, name, fields, *arguments, **options):
     return fdc("run", f"--config={name}", f"--workdir={workdir}", *flags, *arguments, **options)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_digits_are_learned_without_compilation(tmp_path, cache):
     run(tmp_path, "digits", TINY, variables=UNCOMPILED)
     results = small_runs.results(tmp_path)
