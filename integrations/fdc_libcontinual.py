@@ -93,10 +93,7 @@ def _views(models: nn.ModuleList, images: torch.Tensor) -> tuple[torch.Tensor, .
         layer: Any = model.get_submodule(model.LAYER)
         # All layers of a list have the same input.
         layer = layer[0] if isinstance(layer, nn.ModuleList) else layer
-        hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         labels = torch.zeros(len(images), dtype=torch.int64)
-        try:
+        with layer.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
             model._own, _ = super(FDCModel, model).inference({"image": images, "label": labels})
-        finally:
-            hook.remove()
     return tuple(seen)

@@ -75,9 +75,8 @@ class FDCModel:
         def keep(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
             self._seen = given[:1]
 
-        hook = self.net.get_submodule(self.LAYER).register_forward_pre_hook(keep)
-        own = super().forward(x)[:, : len(calibrated.classes)]
-        hook.remove()
+        with self.net.get_submodule(self.LAYER).register_forward_pre_hook(keep):
+            own = super().forward(x)[:, : len(calibrated.classes)]
         self._answers.append(own.argmax(dim=1))
         scores = calibrated.eval()(x)
         self._seen = ()

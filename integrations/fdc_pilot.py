@@ -74,9 +74,8 @@ class FDCLearner:
     def _eval_cnn(self: Any, loader: Any) -> tuple[np.ndarray, np.ndarray]:
         seen: list[torch.Tensor] = []
         layers = getattr(self._network, "classifier_pool", None) or [self._network.fc]
-        hook = layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-        own, labels = super()._eval_cnn(loader)  # pyright: ignore
-        hook.remove()
+        with layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0])):
+            own, labels = super()._eval_cnn(loader)  # pyright: ignore
         self.raw_curve.append(self._evaluate(own, labels)["top1"])
         adapted = torch.cat(seen).cpu().numpy() if seen else np.zeros(0)
         if len(adapted) != len(labels):  # A learner may answer without this layer.

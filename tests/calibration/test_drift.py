@@ -36,10 +36,10 @@ def map_without(before, after, ridge, out):
     return matrix, offset, after[out] - before[out] @ matrix - offset
 
 
-def assert_map_of_all(actual, before, after, atol=2e-6):
+def assert_map_of_all(actual, before, after, atol=2e-6, offset_atol=2e-6):
     matrix, offset, _ = map_without(before, after, actual.ridge, np.zeros(len(before), bool))
     np.testing.assert_allclose(actual.matrix, matrix, atol=atol)
-    np.testing.assert_allclose(actual.offset, offset, atol=10 * atol)
+    np.testing.assert_allclose(actual.offset, offset, atol=offset_atol)
 
 
 def leave_one_out_errors(before, after):
@@ -110,7 +110,7 @@ def test_ridges_are_compared_in_few_directions(count):
     errors = leave_one_out_errors(before, after)
     assert min(errors) < 0.9 * errors[-1]
     assert np.trace(actual.residual) < 1.01 * min(errors) / count
-    assert_map_of_all(actual, before, after, atol=2e-5)
+    assert_map_of_all(actual, before, after, atol=2e-5, offset_atol=2e-4)
 
 
 @settings(max_examples=25, deadline=None)

@@ -45,17 +45,23 @@ def in_float64(features, share):
     ],
 )
 @pytest.mark.parametrize("share", [0.75, 0.99])
-def test_means_and_subspaces_equal_float64(
-    samples, width, rank, offset, tolerance, share, monkeypatch
-):
-    monkeypatch.setattr(compiled, "TILE", 70)  # of the scatter, with a smaller one
+def test_means_and_subspaces_equal_float64(samples, width, rank, offset, tolerance, share):
     features = features_of_spectrum(0, samples, width, rank, 0.93, offset)
     actual_mean, actual = mean_and_basis(features, share)
     mean, basis = in_float64(features, share)
     assert actual.shape == basis.shape
     np.testing.assert_allclose(actual_mean, mean, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(actual @ actual.T, np.eye(len(basis)), atol=2e-6)
+    np.testing.assert_allclose(actual @ actual.T, np.eye(len(basis)), atol=1e-6)
     np.testing.assert_allclose(actual.T @ actual, basis.T @ basis, atol=tolerance)
+
+
+@pytest.mark.parametrize("tile", [7, 30])
+def test_directions_of_a_scatter_by_tiles_equal_float64(tile, monkeypatch):
+    monkeypatch.setattr(compiled, "TILE", tile)
+    features = features_of_spectrum(1, 600, 60, 8, 0.9, offset=3.0)
+    _, actual = mean_and_basis(features, 0.95)
+    _, expected = in_float64(features, 0.95)
+    np.testing.assert_allclose(actual.T @ actual, expected.T @ expected, atol=1e-5)
 
 
 def test_a_tpu_without_a_processor_decomposes_itself(monkeypatch):
