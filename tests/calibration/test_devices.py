@@ -15,10 +15,9 @@ from tests.errors import input_error
 WIDTHS = (16,), (12,)
 
 
-def on_device(tasks, place):
+def on_device(tasks, put):
     return [
-        task._replace(adapted=place(task.adapted), pretrained=place(task.pretrained))
-        for task in tasks
+        task._replace(adapted=put(task.adapted), pretrained=put(task.pretrained)) for task in tasks
     ]
 
 
@@ -67,27 +66,27 @@ def counted(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("place", [np.asarray, jax.device_put], ids=["host", "device"])
-def test_waits_do_not_grow_with_tasks_and_rows(counted, place):
+@pytest.mark.parametrize("put", [np.asarray, jax.device_put], ids=["host", "device"])
+def test_waits_do_not_grow_with_tasks_and_rows(counted, put):
     tasks = streams.known(0, 5, width=24, pretrained_width=40, samples=(30, 1300))
     calibrator = calibration.FDC()
     for task in tasks:
         counted.clear()
         with jax.transfer_guard("disallow"):
-            adapted, pretrained = place(task.adapted), place(task.pretrained)
+            adapted, pretrained = put(task.adapted), put(task.pretrained)
             calibrator.fit_task(adapted, task.labels, task.head, pretrained)
         waits = counted["device_get"] + counted["block_until_ready"]
         assert 3 <= waits <= 7
         blocks = compiled.blocks_of([adapted, pretrained])
-        cuts = sum(len(block.starts) for block in blocks) if place is jax.device_put else 0
+        cuts = sum(len(block.starts) for block in blocks) if put is jax.device_put else 0
         assert counted["_cut"] - cuts == cuts
     calibrator.finalize()
-    views = [place(view) for view in streams.probe_inputs(tasks, size=1500)]
+    views = [put(view) for view in streams.probe_inputs(tasks, size=1500)]
     with jax.transfer_guard("disallow"):
         calibrator.score(*views)
         counted.clear()
         calibrator.score(*views)
-    assert counted == {"device_get": 1} | ({"_cut": 6} if place is jax.device_put else {})
+    assert counted == {"device_get": 1} | ({"_cut": 6} if put is jax.device_put else {})
 
 
 def test_components_and_sweeps_move_arrays_explicitly():
@@ -104,8 +103,8 @@ def test_components_and_sweeps_move_arrays_explicitly():
             terms.fuse(nearest=True)
 
 
-@pytest.mark.parametrize("place", [np.asarray, jax.device_put], ids=["host", "device"])
-def test_features_that_are_not_finite_are_named(place):
+@pytest.mark.parametrize("put", [np.asarray, jax.device_put], ids=["host", "device"])
+def test_features_that_are_not_finite_are_named(put):
     tasks = streams.known(0, 3)
     calibrator = streams.fitted(tasks[:2])
     adapted, pretrained = streams.probe_inputs(tasks)
@@ -115,11 +114,11 @@ def test_features_that_are_not_finite_are_named(place):
         wrong[7, 0] = value
         for method in (calibrator.score, calibrator.components, calibrator.class_scores):
             with input_error("pretrained features: row 7 is not finite, or too large for float32"):
-                method(place(adapted), place(wrong))
+                method(put(adapted), put(wrong))
         wrong = last.pretrained.copy()
         wrong[5] = value
         with input_error(r"pretrained features of task 2 \(from 0\): row 5"):
-            calibrator.fit_task(place(last.adapted), last.labels, last.head, place(wrong))
+            calibrator.fit_task(put(last.adapted), last.labels, last.head, put(wrong))
     assert calibrator.num_tasks == 2
 
 
