@@ -28,24 +28,16 @@ def spoiled(array, value):
 
 DAMAGE = {
     "nan": lambda array: spoiled(array, np.nan),
-    "infinite": lambda array: spoiled(array, -np.inf),
     "too large": lambda array: spoiled(array, 1e30),
     "text": lambda array: array.astype(str),
-    "truth values": lambda array: array.astype(bool),
     "complex": lambda array: array.astype(complex),
-    "bytes": lambda array: array.astype("S8"),
-    "dates": lambda array: array.astype("i8").astype("M8[s]"),
     "a column less": lambda array: array[:, :-1],
     "a column more": lambda array: np.hstack([array, array[:, :1]]),
     "a row less": lambda array: array[:-1],
     "a row more": lambda array: np.concatenate([array, array[:1]]),
-    "no row": lambda array: array[:0],
     "one dimension": lambda array: array.ravel(),
-    "three dimensions": lambda array: array[None],
 }
 COLUMNS = {"a column less", "a column more", "one dimension"}
-
-
 METHODS_TRIED = ("fdc,ncm", "ncm-pretrained", "all")
 
 

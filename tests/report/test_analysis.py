@@ -137,13 +137,6 @@ def test_missing_analyses_have_a_reason(tmp_path):
     assert group.analyses == {} and "no diagnostics or sweeps: no saved features" in reason
 
 
-def test_results_do_without_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(analysis, "user_cache", lambda: tmp_path / "file")
-    write_features(tmp_path, feature_set())
-    assert len(analysis._kept(analysis._untrained, tmp_path)[1]) == len(analysis.UNTRAINED)
-
-
 def labels_read(folder):
     """Reads the labels, and notes that it was called."""
     with open(folder.parent / "calls", "a") as file:

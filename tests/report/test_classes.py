@@ -111,19 +111,3 @@ def test_features_alone_have_no_pictures_and_seeds_are_summed(run):
     assert "Images are counted over all 2 seeds." in text and 'class="choose"' not in text
     body = text[text.index("<body>") : text.index("<script>")].lower()
     assert "picture" not in body and "click" not in body
-
-
-def test_the_page_counts_the_pairs_that_it_leaves_out(run, monkeypatch):
-    group, counts, _ = load(run)
-    assert "most frequent" not in page.render_classes(group, counts)
-    monkeypatch.setattr(classes, "WORST", 1)
-    counts = classes.load(group)
-    assert (len(counts.pairs), counts.num_pairs) == (1, 2)
-    assert "The 1 most frequent of 2 pairs." in page.render_classes(group, counts)
-
-
-def test_a_page_without_mistakes_has_nothing_to_choose(run):
-    run.predictions["fdc_label"] = run.predictions["label"]
-    group, _, pictured = load(run)
-    read = Reader(page.render_classes(group, pictured))
-    assert not read.all("select") and "There are none." in read.texts("p")

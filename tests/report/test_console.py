@@ -43,7 +43,6 @@ def test_one_seed_has_a_row_per_calibrator(capsys):
 @pytest.mark.parametrize(
     ("accuracies", "line"),
     [
-        ((60.0, 70.0, 70.0), f"Most accurate, equally: FDC and {GAUSSIANS}."),
         ((70.0, 60.0, 60.0), "No calibrator of the run is as accurate as the raw logits."),
         ((70.0, 60.0, 70.0), f"Most accurate, equally: {GAUSSIANS} and Raw."),
     ],

@@ -116,12 +116,6 @@ def test_class_and_task_prototypes_are_embedded_together(monkeypatch):
         assert np.isfinite(geometry[name][["x", "y"]]).all(axis=None)
 
 
-def test_more_than_a_hundred_densities_are_laid_out_at_once():
-    # A column at a time would make pandas warn from the 101st on, and warnings are errors here.
-    tasks, u = np.repeat(np.arange(120), 3), np.random.default_rng(0).normal(size=360)
-    assert list(diagnostics._densities(u, tasks)) == list(range(120))
-
-
 def test_fewer_than_four_pairs_of_tasks_have_no_correlation():
     pairs = pd.DataFrame({"error": [1.0, 3.0, 2.0, 4.0], "adapted_residual": [1.0, 2.0, 3.0, 4.0]})
     assert diagnostics.correlations(pairs)["adapted_residual"] == pytest.approx(0.8)

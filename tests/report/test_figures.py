@@ -98,9 +98,3 @@ def test_sweeps_are_means_with_the_default_dotted(group, drawn):
     for setting, value in (("attenuation", 0.5), ("retained_energy", 0.75), ("neighbours", 1)):
         default = line_of(axes[setting], "default")
         assert (default.get_xdata()[0], default.get_linestyle()) == (value, ":")
-
-
-def test_files_of_a_figure(drawn, tmp_path):
-    figures.write(drawn["sweeps"], tmp_path)
-    starts = {path.suffix: path.read_bytes()[:4] for path in tmp_path.iterdir()}
-    assert starts == {".svg": b"<?xm", ".pdf": b"%PDF", ".png": b"\x89PNG"}

@@ -90,12 +90,6 @@ def test_means_that_look_equal_are_bold_together():
     assert {table.frame.index[row][0] for row, _ in table.best} == {"LoDA", "RSIAT"}
 
 
-def test_runs_without_components_have_no_selection():
-    run = made_up.run(1, "digits")
-    run.results.accuracy, run.results.components = {"raw": 60.0, "ncm": 70.0}, {}
-    assert tables.of_selection(made_up.groups(run)).frame.empty
-
-
 # Selection rule -----------------------------------------------------------------------------------
 
 
