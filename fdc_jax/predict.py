@@ -232,14 +232,17 @@ def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: Mapping
     from fdc_jax.report import page  # plotting takes seconds to import
 
     run, method = predictions.run, predictions.method
-    names = (predictions.images.ids[row] for row in sorted(predictions.unreadable))
+    names = [predictions.images.ids[row] for row in sorted(predictions.unreadable)]
+    notice = _UNFINISHED if predictions.before_training else ""
+    accuracy = run.results.accuracy.get(method) if run.results else None
+    classes = np.concatenate(predictions.calibrator.classes)
     return page.render_predictions(
         benchmark=run.config.benchmark,
         num_tasks=predictions.num_tasks,
-        num_classes=len(np.concatenate(predictions.calibrator.classes)),
-        notice=_UNFINISHED if predictions.before_training else "",
+        num_classes=len(classes),
+        notice=notice,
         method=method,
-        accuracy=run.results.accuracy.get(method) if run.results else None,
+        accuracy=accuracy,
         **counts,
         unreadable=[_short(name) for name in names],
         shown=shown,

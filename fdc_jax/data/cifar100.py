@@ -59,15 +59,22 @@ def open_cifar100(
     def split(name: str) -> Dataset:
         raw = np.memmap(folder / f"{name}.bin", np.uint8, "r").reshape(-1, _RECORD_BYTES)
         pixels = raw[:, 2:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        labels = raw[:, 1].astype(np.int32)
+        ids = tuple(f"{name}_{index:05d}" for index in range(len(raw)))
+
+        @functools.cache
+        def pixel_hashes() -> list[bytes]:
+            return [images.pixels_sha256(image) for image in pixels]
+
         return Dataset(
             name="cifar100",
             split=name,
             partition="official",
-            labels=raw[:, 1].astype(np.int32),
-            ids=tuple(f"{name}_{index:05d}" for index in range(len(raw))),
+            labels=labels,
+            ids=ids,
             class_names=class_names,
             read=lambda index: Image.fromarray(np.ascontiguousarray(pixels[index])),
-            pixel_hashes=functools.cache(lambda: [images.pixels_sha256(image) for image in pixels]),
+            pixel_hashes=pixel_hashes,
         )
 
     return with_notes(split("train"), split("test"), {})

@@ -30,20 +30,26 @@ def open_digits() -> tuple[Dataset, Dataset]:
     """Returns the training and the test images."""
     scans, labels = map(np.asarray, _load(return_X_y=True))
     order = np.argsort(labels, kind="stable")
+    class_names = tuple(map(str, range(10)))
     rank = np.arange(len(order)) - np.searchsorted(labels[order], labels[order])
 
     def split(name: str) -> Dataset:
         chosen = order[(rank % 3 == 2) == (name == "test")]
+        ids = tuple(f"digit_{index:04d}" for index in chosen)
+
+        def pixel_hashes() -> list[bytes]:
+            # Of the scans: enlarging all of them takes longer than a short run should.
+            return [hashlib.sha256(scan.tobytes()).digest() for scan in scans[chosen]]
+
         return Dataset(
             name="digits",
             split=name,
             partition="embedded",
             labels=labels[chosen].astype(np.int32),
-            ids=tuple(f"digit_{index:04d}" for index in chosen),
-            class_names=tuple(map(str, range(10))),
+            ids=ids,
+            class_names=class_names,
             read=lambda row: _enlarged(int(chosen[row])),
-            # Hashes of the scans: enlarging all of them takes longer than a short run should.
-            pixel_hashes=lambda: [hashlib.sha256(scans[i].tobytes()).digest() for i in chosen],
+            pixel_hashes=pixel_hashes,
         )
 
     return split("train"), split("test")

@@ -122,6 +122,9 @@ def open_folder(
     def dataset(split: str) -> Dataset:
         files = splits[split]
 
+        def pixel_hashes() -> list[bytes]:
+            return [fact.sha256 for fact in facts[split]]
+
         def read(index: int) -> bytes:
             path = files[index].path
             encoded = file_bytes(path)
@@ -131,17 +134,18 @@ def open_folder(
                     raise InputError(f"{path}: expected the image of the start, found another")
             return encoded
 
+        ids = tuple(file.name for file in files)
         return Dataset(
             name=name,
             split=split,
             partition=partition,
             labels=labels[split],
-            ids=tuple(file.name for file in files),
+            ids=ids,
             class_names=class_names,
             read=read,
             upright=upright,
             grey_bits=scale,
-            pixel_hashes=lambda: [fact.sha256 for fact in facts[split]],
+            pixel_hashes=pixel_hashes,
             skipped=skipped,
         )
 

@@ -137,6 +137,7 @@ def build(
     held_out = np.array([], int)
     if validation_share:
         held_out = _held_out(train, train_indices, validation_share)
+        train_indices = [rows[~np.isin(rows, held_out)] for rows in train_indices]
     test_indices = indices_by_task(test, test_per_class)
     for task, indices in enumerate(test_indices):
         if not len(indices):
@@ -144,17 +145,20 @@ def build(
                 f"{name}: expected test images in every task, found none in task {task + 1}, of "
                 f"class {', '.join(names[label] for label in tasks[task][:5])}"
             )
+    classes = tuple(names[label] for label in order)
+    test_sizes = [len(part) for part in test_indices]
+    test_tasks = np.repeat(np.arange(len(tasks)), test_sizes)
     return TaskStream(
         train=train,
         test=test,
         order=np.concatenate(tasks),
         tasks=tasks,
-        train_indices=[rows[~np.isin(rows, held_out)] for rows in train_indices],
+        train_indices=train_indices,
         validation_indices=held_out,
         test_indices=np.concatenate(test_indices),
-        test_tasks=np.repeat(np.arange(len(tasks)), [len(part) for part in test_indices]),
+        test_tasks=test_tasks,
         planned=sizes,
-        classes=tuple(names[label] for label in order),
+        classes=classes,
     )
 
 

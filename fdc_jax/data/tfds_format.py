@@ -106,17 +106,24 @@ def open_prepared(
     def dataset(split: str) -> Dataset:
         records, columns = splits[split]
         positions = columns["positions"].tolist()
+        labels = columns["labels"].astype(np.int32)
+        ids = tuple(columns["ids"].tolist())
+
+        def read_image(index: int) -> bytes:
+            return records[positions[index]].image
+
+        hashes = [fact.sha256 for fact in facts[split]]
         return Dataset(
             name=name,
             split=split,
             partition=partition,
-            labels=columns["labels"].astype(np.int32),
-            ids=tuple(columns["ids"].tolist()),
+            labels=labels,
+            ids=ids,
             class_names=fields.class_names,
-            read=lambda index: records[positions[index]].image,
+            read=read_image,
             upright=upright,
             grey_bits=scale,
-            pixel_hashes=lambda: [fact.sha256 for fact in facts[split]],
+            pixel_hashes=lambda: hashes,
             skipped=skipped,
         )
 
@@ -343,10 +350,11 @@ def _index(where: str, records: _Records, fields: _Fields, upright: bool) -> dic
     if len(set(ids)) != len(ids):
         ids = [f"{position:09d}{name and '_'}{name}" for position, name in enumerate(ids)]
     hashes, grey_bits, frames = zip(*facts, strict=True)
+    checksums = np.frombuffer(b"".join(hashes), np.uint8)
     columns = {
         "labels": np.array(labels, np.int64),
         "ids": np.array(ids, np.str_),
-        "sha256": np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32),
+        "sha256": checksums.reshape(-1, 32),
         "grey_bits": np.array(grey_bits),
         "frames": np.array(frames),
     }

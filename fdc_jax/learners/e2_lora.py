@@ -111,14 +111,16 @@ class E2LoRA(Learner):
             basis[name] = factors["B"]
             earlier[name] = restricted(factors, ~free[name])
         pretrained = vit.pretrained_kernels(backbone, tuple(INPUTS))
+        known = jnp.asarray(self.setup.classes_of_first(task))
+        kernels = increments.merge(pretrained, earlier)
         frozen = {
-            "kernels": increments.merge(pretrained, earlier),
+            "kernels": kernels,
             "free": free,
             "basis": basis,
             "later": jnp.asarray(task > 0),
             "class_mask": self.setup.class_mask(task),
             "heads": state.heads,
-            "known": jnp.asarray(self.setup.classes_of_first(task)),
+            "known": known,
             "alignment": jax.random.key_data(alignment_key),
         }
         increment = self._fresh(increment_key)

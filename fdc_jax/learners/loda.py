@@ -107,8 +107,9 @@ class LoDA(Learner):
     def initial_state(self) -> State:
         """Returns empty slots for all tasks and moments of zero."""
         variant, tasks = self.setup.variant, self.setup.num_tasks
+        stack = increments.empty_stack(variant, 2 * self.setup.rank, tasks)
         return State(
-            increments=increments.empty_stack(variant, 2 * self.setup.rank, tasks),
+            increments=stack,
             heads=jnp.zeros((tasks, self.setup.head_rows, variant.width)),
             moments=jnp.zeros((variant.depth, variant.width, variant.width)),
         )
@@ -231,12 +232,12 @@ class LoDA(Learner):
             # A single class is both groups; then only the first half-step counts.
             second = jnp.where(several, ~first, first)
             groups = [jnp.where(group, batch.weights, 0.0) for group in (first, second)]
+            passes = jnp.stack([*groups, *groups[::-1]])
+            descends = jnp.stack([False, True, False, several])
+            start = (trained, progress.optimizer, trained)
             # A loop over the four passes compiles the encoder once.
-            (trained, optimizer, _), totals = jax.lax.scan(
-                one_pass,
-                (trained, progress.optimizer, trained),
-                (jnp.stack([*groups, *groups[::-1]]), jnp.stack([False, True, False, several])),
-            )
+            carry, totals = jax.lax.scan(one_pass, start, (passes, descends))
+            trained, optimizer, _ = carry
             value = totals.sum() / batch.weights.sum()
             return trained, training.StepCounter(progress.steps + 1, optimizer), value
 

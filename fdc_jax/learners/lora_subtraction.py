@@ -106,12 +106,14 @@ class LoRASubtraction(Learner):
 
     def initial_state(self) -> State:
         """Returns empty slots for all tasks, and projectors that are the identity."""
-        variant, (stack, heads) = self.setup.variant, super().initial_state()
+        variant = self.setup.variant
+        stack, heads = super().initial_state()
+        slots = (self.setup.num_tasks, variant.depth)
         return State(
             increments=stack,
             means=heads.weight,
             projector=jnp.tile(jnp.eye(variant.width), (variant.depth, 1, 1)),
-            space_sizes=jnp.full((self.setup.num_tasks, variant.depth), variant.width, jnp.int32),
+            space_sizes=jnp.full(slots, variant.width, jnp.int32),
         )
 
     def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
@@ -142,12 +144,13 @@ class LoRASubtraction(Learner):
         """Returns kernels, projector and earlier means, and a fresh increment and head."""
         key_of_increment, key_of_entries, key_of_head = jax.random.split(key, 3)
         setup, variant = self.setup, self.setup.variant
+        earlier = jnp.asarray(setup.classes_of_first(task))
         frozen = {
             "kernels": self.encoder(backbone, state, task),
             "class_mask": setup.class_mask(task),
             "projector": state.projector,
             "means": unit(state.means).reshape(-1, variant.width),
-            "mean_mask": jnp.asarray(setup.classes_of_first(task)).ravel(),
+            "mean_mask": earlier.ravel(),
         }
         increment = increments.initialise(key_of_increment, variant, setup.rank)
         keys = jax.random.split(key_of_entries)

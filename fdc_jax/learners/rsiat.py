@@ -158,10 +158,11 @@ class RSIAT(Learner):
         """Returns a zero adapter and projector, and empty slots for all tasks."""
         depth, width = self.setup.variant.depth, self.setup.variant.width
         slots = self.setup.num_tasks, self.setup.head_rows, width
+        down = jnp.zeros((depth, width, BOTTLENECK))
         adapter = vit.Adapter(
-            down=jnp.zeros((depth, width, BOTTLENECK)),
+            down=down,
             down_bias=jnp.zeros((depth, BOTTLENECK)),
-            up=jnp.zeros((depth, BOTTLENECK, width)),
+            up=down.swapaxes(1, 2),
             up_bias=jnp.zeros((depth, width)),
         )
         projector = new_projector(jax.random.key(0), width, self.projector_width)
@@ -176,15 +177,17 @@ class RSIAT(Learner):
         """Returns the encoder before the task, earlier means and keys, and the leaves to train."""
         adapter_key, projector_key, head_key, dropout_key, drawing_key = jax.random.split(key, 5)
         width = self.setup.variant.width
+        means = jnp.asarray(state.gaussians.means)
+        earlier = jnp.asarray(self.setup.classes_of_first(task))
         frozen = {
             "kernels": _kernels(backbone, state.adapter),
             "class_mask": self.setup.class_mask(task),
-            "means": jnp.asarray(state.gaussians.means).reshape(-1, width),
-            "mean_mask": jnp.asarray(self.setup.classes_of_first(task)).ravel(),
+            "means": means.reshape(-1, width),
+            "mean_mask": earlier.ravel(),
             "later": jnp.asarray(task > 0),
-            "dropout": jax.random.key_data(dropout_key),
-            "calibration": jax.random.key_data(drawing_key),
         }
+        frozen["dropout"] = jax.random.key_data(dropout_key)
+        frozen["calibration"] = jax.random.key_data(drawing_key)
         # Copies, since a step donates the memory of its arguments.
         adapter, projector = jax.tree.map(jnp.copy, (state.adapter, state.projector))
         if task == 0:

@@ -70,11 +70,12 @@ class SplitLoRA(Learner):
     def initial_state(self) -> State:
         """Returns empty slots for all tasks and moments of zero."""
         depth, width = self.setup.variant.depth, self.setup.variant.width
+        shape = (depth, width, width)
         return State(
             *super().initial_state(),
-            moments=jnp.zeros((depth, width, width)),
+            moments=jnp.zeros(shape),
             tokens=jnp.zeros(()),
-            directions=jnp.zeros((depth, width, width)),
+            directions=jnp.zeros(shape),
             major=jnp.zeros(depth, jnp.int32),
         )
 
@@ -129,11 +130,12 @@ class SplitLoRA(Learner):
         moments = np.asarray(state.moments, np.float64) * (before / (before + tokens))
         moments += np.asarray(new, np.float64) * (tokens / (before + tokens))
         values, directions = np.linalg.eigh((moments + moments.swapaxes(1, 2)) / 2)
-        major = [num_major(descending, task + 1, self.alpha) for descending in values[:, ::-1]]
+        major = [num_major(of_block, task + 1, self.alpha) for of_block in values[:, ::-1]]
+        descending = directions[:, :, ::-1]
         return state._replace(
             moments=jnp.asarray(moments, jnp.float32),
             tokens=jnp.asarray(before + tokens, jnp.float32),
-            directions=jnp.asarray(directions[:, :, ::-1], jnp.float32),
+            directions=jnp.asarray(descending, jnp.float32),
             major=jnp.asarray(major, jnp.int32),
         )
 

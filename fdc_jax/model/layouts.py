@@ -277,16 +277,23 @@ def _describe(
     blocks = re.findall(r"encoderblock_(\d+)/", " ".join(named))
     tokens = named["cls"].shape[1] if "cls" in named else 0
     grid = math.isqrt(named[POSITIONS].shape[1] - tokens) if POSITIONS in named else 0
+    registers = named.get("Transformer/registers", np.zeros((1, 0)))
+    pooling = "token" if tokens else "mean"
+    if f"{_TO_POOLING}/probe" in named:
+        pooling = "attention"
+    usual = hidden[0] == 4 * width
+    depth = 1 + max(map(int, blocks))
+    pre_norm = "Transformer/pre_norm/scale" in named
     variant = vit.Variant(
         width=width,
-        depth=1 + max(map(int, blocks)),
+        depth=depth,
         heads=1,
         patch=patch,
-        hidden=0 if hidden[0] == 4 * width else hidden[0],
+        hidden=0 if usual else hidden[0],
         tokens=tokens,
-        registers=named.get("Transformer/registers", np.zeros((1, 0))).shape[1],
-        pre_norm="Transformer/pre_norm/scale" in named,
-        pooling="attention" if f"{_TO_POOLING}/probe" in named else "token" if tokens else "mean",
+        registers=registers.shape[1],
+        pre_norm=pre_norm,
+        pooling=pooling,
         image_size=patch * grid,
     )
     gated = units[-1] == 2 * hidden[0]
@@ -372,11 +379,14 @@ def _of_hugging_face(
     config = _MODEL_TYPES[family] | config
     if variant.pooling == "mean":
         raise InputError(f"{path}: expected a class token or attention pooling, found neither")
+    rotary = 0.0
+    if POSITIONS not in named:
+        rotary = float(config.get("rope_theta", 100.0))
     facts = {
         "heads": config["num_attention_heads"],
         "activation": _activation(config["hidden_act"], file, "hidden_act"),
         "epsilon": config["layer_norm_eps"],
-        "rotary": 0.0 if POSITIONS in named else float(config.get("rope_theta", 100.0)),
+        "rotary": rotary,
         "image_size": _side(config.get("image_size", 0)),
     }
     images = read_object(path.with_name("preprocessor_config.json"))

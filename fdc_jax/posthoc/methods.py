@@ -116,13 +116,14 @@ def results(features: FeatureSet, outcomes: Mapping[str, FittedMethod]) -> dict[
         return sizes
     tasks = features.test_tasks
     parts = outcomes[FDC.name].components if FDC.name in outcomes else {}
+    gains = {}
+    for name, answers in compared.items():
+        gains[name] = evaluation.sample_gain(labels, raw, answers.label)._asdict()
+    measures = evaluation.measures(scores, labels, tasks)
     return {
         **sizes,
-        **msgspec.to_builtins(evaluation.measures(scores, labels, tasks)),
+        **msgspec.to_builtins(measures),
         "task_confusion": task_confusions(features, outcomes),
-        "gain": {
-            name: evaluation.sample_gain(labels, raw, answers.label)._asdict()
-            for name, answers in compared.items()
-        },
+        "gain": gains,
         "components": {n: evaluation.accuracy(labels, part.label) for n, part in parts.items()},
     }

@@ -103,13 +103,13 @@ def residual_distributions(
         By view, by `first` and `last`: a row per standardised residual, a column per true task.
     """
     terms = calibrator.terms(features.test_adapted, features.test_pretrained)
-    return {
-        view: {
-            head: _densities(terms.standardised(index)[0][:, task], features.test_tasks)
-            for head, task in (("first", 0), ("last", -1))
-        }
-        for index, view in enumerate(inputs.VIEWS[: len(terms.tasks)])
-    }
+    distributions = {}
+    for index, view in enumerate(inputs.VIEWS[: len(terms.tasks)]):
+        residuals, *_ = terms.standardised(index)
+        first = _densities(residuals[:, 0], features.test_tasks)
+        last = _densities(residuals[:, -1], features.test_tasks)
+        distributions[view] = {"first": first, "last": last}
+    return distributions
 
 
 def _densities(residual: Float[np.ndarray, " n"], true_tasks: np.ndarray) -> pd.DataFrame:

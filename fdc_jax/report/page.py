@@ -47,19 +47,19 @@ def render(
     sections = [
         _section(group, of_runs, images) | {"classes": counts} for group, images, counts in material
     ]
+    gained = [group for group in groups if group.has(FDC.name, "gain")]
+    # The calibrators of a single group stand in its section.
+    omitted = [] if len(groups) > 1 else ["calibrators"]
     return _fill(
         "page",
         sections=sections,
-        gains=[
-            group.row(FDC.name, "gain")["mean"] for group in groups if group.has(FDC.name, "gain")
-        ],
+        gains=[group.row(FDC.name, "gain")["mean"] for group in gained],
         fdc_in_words=console.FDC_IN_WORDS,
         folded=not any(group.known for group in groups),
         reading=tables.reading(compared),
         methods=set().union(*(group.methods for group in groups)),
         skipped=skipped,
-        # The calibrators of a single group stand in its section.
-        tables=[table for table in compared if table.name != "calibrators" or len(groups) > 1],
+        tables=[table for table in compared if table.name not in omitted],
         figures=[drawing for drawing in drawings if drawing not in of_runs],
     )
 

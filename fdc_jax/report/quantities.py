@@ -89,15 +89,19 @@ def measured(
         latency: content of its `latency.json`.
     """
     accuracies = dict(untrained or {}) | _accuracies(results, results.learner)
+    inference = _inference(latency or Latency())
+    validation = _named(results.validation, results.learner)
+    averages = _averages(results) | results.average_incremental_accuracy
+    given = {name: part.oracle_accuracy for name, part in results.decomposition.items()}
     tables: dict[str, Mapping[str, float | None]] = {
         "accuracy": accuracies,
-        "validation": _named(results.validation, results.learner),
-        "aia": _averages(results) | results.average_incremental_accuracy,
+        "validation": validation,
+        "aia": averages,
         "routing": results.routing_accuracy,
-        "given": {name: part.oracle_accuracy for name, part in results.decomposition.items()},
+        "given": given,
         "storage": results.storage_bytes,
         **_costs(results),
-        **_inference(latency or Latency()),
+        **inference,
     }
     if "raw" in accuracies:  # Features without heads have no raw logits.
         raw = accuracies["raw"]
@@ -170,9 +174,10 @@ def _inference(latency: Latency) -> dict[str, dict[str, float | None]]:
     # NaN if the peak is not known.
     peaks = {n: (timing.peak_bytes or math.nan) / 2**20 for n, timing in latency.contenders.items()}
     base = peaks.pop("baseline")
+    added = {n: 100 * (times[n] / times["baseline"] - 1) for n in peaks}
     return {
         "latency_ms": times,
-        "added_latency_percent": {n: 100 * (times[n] / times["baseline"] - 1) for n in peaks},
+        "added_latency_percent": added,
         "inference_mib": {"baseline": base},
         "added_mib": {n: peak - np.nan_to_num(base) for n, peak in peaks.items()},
     }

@@ -392,11 +392,12 @@ def settings(results: Results) -> dict[str, Any]:
         for field, value in results.config.items()
         if field in COMPARED or field.startswith(f"learner.{prefix}.")
     }
+    encoder, data = results.encoder, results.data
     values |= {
-        "encoder.sha256": results.encoder and results.encoder.sha256,
-        "encoder.weights": results.encoder and results.encoder.weights,
-        "data.train_sha256": results.data.train_sha256,
-        "data.test_sha256": results.data.test_sha256,
+        "encoder.sha256": encoder and encoder.sha256,
+        "encoder.weights": encoder and encoder.weights,
+        "data.train_sha256": data.train_sha256,
+        "data.test_sha256": data.test_sha256,
         "split": results.split,
         "num_train_images": results.num_train_images,
         "num_test_images": results.num_test_images,

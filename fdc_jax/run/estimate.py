@@ -132,14 +132,15 @@ def machine(configs: Mapping[Any, Config], timed: bool) -> Machine:
     seconds = None
     if timed or first.platform != "cpu":
         seconds = max(_seconds_of_step(configs[key], learner), _seconds_of_loading(configs[key]))
+    # Two devices of an older TPU share a chip.
+    chips = {getattr(device, "coords", device.id) for device in mesh.local_devices}
     return Machine(
         seconds,
         state_bytes={key: state_bytes(learner) for key, learner in built.items()},
         width=learner.setup.variant.width,
         device=devices.description(),
         platform=first.platform,
-        # Two devices of an older TPU share a chip.
-        chips=len({getattr(device, "coords", device.id) for device in mesh.local_devices}),
+        chips=len(chips),
     )
 
 
@@ -164,18 +165,20 @@ def _seconds_of_loading(config: Config) -> float:
 
     train, _ = digits.open_digits()
     photographs = dataclasses.replace(train, read=lambda index: file.getvalue())
+    data = config.data
+    labels = train.labels[:_LOADED_IMAGES]
     batches = TrainBatches(
         photographs,
         np.arange(_LOADED_IMAGES),
-        train.labels[:_LOADED_IMAGES],
+        labels,
         batch_size=_LOADED_IMAGES // 2,
         image_size=config.encoder.image_size,
-        workers=config.data.workers,
+        workers=data.workers,
         seed=0,
         task=0,
         epochs=1,
-        crop_scale=config.data.crop_scale,
-        flip=config.data.flip,
+        crop_scale=data.crop_scale,
+        flip=data.flip,
     )
     clock = time.perf_counter()
     for _ in batches:

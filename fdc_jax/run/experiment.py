@@ -211,26 +211,28 @@ def evaluate(
         work.folder.write_test(views, columns, heads)
         if len(tasks.validation_indices):
             validation = validate(work, encoder, heads, calibrators)
-    work.folder.event(
-        "confusion",  # percentages of images that are routed to an earlier or later task
-        task=task,
-        earlier={n: 100 * float(np.mean(s.task < true_tasks)) for n, s in scores.items()},
-        later={n: 100 * float(np.mean(s.task > true_tasks)) for n, s in scores.items()},
-    )
+    # Percentages of images that are routed to an earlier or later task.
+    earlier, later = {}, {}
+    for name, of in scores.items():
+        earlier[name] = 100 * float(np.mean(of.task < true_tasks))
+        later[name] = 100 * float(np.mean(of.task > true_tasks))
+    work.folder.event("confusion", task=task, earlier=earlier, later=later)
     measures = evaluation.measures(scores, labels, true_tasks, confidences)
+    timing = records.TaskTiming(
+        test_extraction_images=len(labels),
+        test_extraction_seconds=adapted.seconds,
+        score_seconds=seconds,
+    )
+    packed = {name: evaluation.pack(of.label) for name, of in scores.items()}
     return records.Record(
         task=task,
         test_images=len(labels),
-        labels={name: evaluation.pack(s.label) for name, s in scores.items()},
+        labels=packed,
         **structs.asdict(measures),
         unlike_learned=unlike,
         components=accuracies(labels, components),
         validation=validation,
-        timing=records.TaskTiming(
-            test_extraction_images=len(labels),
-            test_extraction_seconds=adapted.seconds,
-            score_seconds=seconds,
-        ),
+        timing=timing,
     )
 
 

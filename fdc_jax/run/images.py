@@ -53,11 +53,18 @@ class RunImages:
                 yield devices.split(mesh, batch)
 
         labels = self._labelled(task)[2]
+
+        def features(encoder: Any) -> tuple[np.ndarray, np.ndarray]:
+            return self.previous_features(task, encoder).features, labels
+
+        def pretrained() -> tuple[np.ndarray, np.ndarray]:
+            return self._with_pretrained(task)[0].features, labels
+
         return TaskImages(
             augmented=lambda: placed(self.batches(task)),
             plain=lambda: placed(self._plain(task)),
-            features=lambda encoder: (self.previous_features(task, encoder).features, labels),
-            pretrained=lambda: (self._with_pretrained(task)[0].features, labels),
+            features=features,
+            pretrained=pretrained,
         )
 
     def previous_features(self, task: int, encoder: Any) -> Extraction:

@@ -95,16 +95,20 @@ class Predictions:
         self.before_training = answering is not run
         self.run = run = answering
         self.top, self.method = top, method or run.best_calibrator
+        config = run.config
+        grey_bits = config.data.grey_bits or 16
+        labels = np.zeros(len(named_images), np.int32)
+        names, contents = zip(*named_images, strict=True)
         self.images = _NewImages(
             name="images",
             split="",
             partition="",
-            labels=np.zeros(len(named_images), np.int32),
-            ids=tuple(name for name, _ in named_images),
+            labels=labels,
+            ids=names,
             class_names=(),
-            read=lambda index: _content(named_images[index][1]),
-            upright=run.config.benchmark not in BENCHMARKS,  # as the training images were
-            grey_bits=run.config.data.grey_bits or 16,
+            read=lambda index: _content(contents[index]),
+            upright=config.benchmark not in BENCHMARKS,  # as the training images were
+            grey_bits=grey_bits,
         )
         self.unreadable = self.images.unreadable
         self.calibrator: Any = run.calibrator(self.method)

@@ -192,12 +192,14 @@ def make_learner(
 ) -> Learner:
     """Returns the learner of a configuration; raises InputError."""
     train, name = config.train, config.learner.name
+    native = config.learner.preset == "native"
+    sizes = tuple(classes_per_task)
     setup = training.LearnerSetup(
         model=model,
         image_size=config.encoder.image_size,
-        classes_per_task=tuple(classes_per_task),
+        classes_per_task=sizes,
         benchmark=config.benchmark,
-        native=config.learner.preset == "native",
+        native=native,
         rank=train.rank,
         epochs=train.epochs,
         increment_learning_rate=train.increment_learning_rate,
