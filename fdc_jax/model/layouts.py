@@ -277,6 +277,7 @@ def _describe(
     blocks = re.findall(r"encoderblock_(\d+)/", " ".join(named))
     tokens = named["cls"].shape[1] if "cls" in named else 0
     grid = math.isqrt(named[POSITIONS].shape[1] - tokens) if POSITIONS in named else 0
+    image_size = patch * grid
     registers = named.get("Transformer/registers", np.zeros((1, 0)))
     pooling = "token" if tokens else "mean"
     if f"{_TO_POOLING}/probe" in named:
@@ -294,7 +295,7 @@ def _describe(
         registers=registers.shape[1],
         pre_norm=pre_norm,
         pooling=pooling,
-        image_size=patch * grid,
+        image_size=image_size,
     )
     gated = units[-1] == 2 * hidden[0]
     if "embedding/kernel" in arrays:

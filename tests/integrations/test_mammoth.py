@@ -51,7 +51,7 @@ class Images(torch.utils.data.Dataset):
         return self.transform(torch.full((2,), float(row))), row
 
 
-def test_statistics_are_of_images_in_the_preprocessing_of_the_test():
+def test_statistics_are_of_images_with_the_test_transform():
     from fdc_mammoth import FDCModel
 
     def noisy(image):

@@ -16,7 +16,6 @@ from fdc_jax import calibration
 from fdc_jax.calibration import METHODS
 from fdc_jax.features import feature_files
 from fdc_jax.posthoc.command import main
-from tests import small_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "fdc_jax" / "assets" / "example_features.npz"
@@ -241,7 +240,8 @@ def test_the_page_writes_a_feature_file(tmp_path, monkeypatch, arrays):
     assert run("features.npz")[0] == 0
 
 
-def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_path):
+def test_a_process_imports_no_encoder_and_decomposes_in_one_thread(source, tmp_path):
+    """With several threads, eigenvectors differ in their last digits."""
     heavy = {"flax", "orbax", "tensorflow", "tensorflow_datasets", "grain", "optax", "PIL"}
     heavy |= {"fdc_jax.model", "fdc_jax.data", "fdc_jax.learners", "sklearn", "torch"}
     script = f"""
@@ -252,25 +252,21 @@ for sys.argv[1:] in (["posthoc", *sys.argv[1:]], ["posthoc", "absent.npz"]):
         main()
     except SystemExit as ended:
         print(ended.code, sorted({heavy} & set(sys.modules)))
+from threadpoolctl import threadpool_info
+print({{pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}})
 """
     arguments = [str(source), f"--output={tmp_path / 'x.npz'}", "--quiet"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment.pop("OPENBLAS_NUM_THREADS", None)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script, *arguments],
         capture_output=True,
         text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env=environment,
         cwd=tmp_path,
     )
-    assert done.stdout == "0 []\n2 []\n"
+    assert done.stdout == "0 []\n2 []\n{1}\n"
     assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
-
-
-def test_decompositions_have_one_thread_as_in_a_run():
-    """With several, eigenvectors differ in their last digits."""
-    script = "from fdc_jax.posthoc import command\nfrom threadpoolctl import threadpool_info\n"
-    script += "print({it['num_threads'] for it in threadpool_info() if it['user_api'] == 'blas'})"
-    environment = {name: of for name, of in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
-    assert small_runs.python("-c", script, env=environment) == "{1}\n"
 
 
 # Several files ------------------------------------------------------------------------------------
@@ -408,7 +404,7 @@ def test_methods_that_need_no_head_apply_without_heads(source, headless, tmp_pat
         assert f"{headless}: head_weight_0: missing, which fdc" in fails(headless, *arguments)
 
 
-def test_a_report_without_heads_has_no_raw_accuracy_and_no_gain(headless, tmp_path):
+def test_a_report_without_heads_has_no_raw_accuracy_and_no_gain(headless, tmp_path, no_figures):
     output = tmp_path / "report"
     code, out, error = run(headless, "--method=gaussians,ncm", f"--output={output}")
     assert code == 0 and "Traceback" not in error

@@ -93,7 +93,6 @@ def test_an_error_is_one_line_and_comes_before_any_work(folder, arguments, monke
 CHANGES = {
     "results.json": lambda path: path.write_text(path.read_text() + " "),
     "predictions.npz": lambda path: path.unlink(),
-    "latency.json": lambda path: path.write_text("{}"),
     "../b": lambda path: write_run(path, results(benchmark="digits", seed=2), predictions(2)),
 }
 

@@ -105,7 +105,7 @@ def compared(accuracies, mean, std, n, by_seed):
     return rows.with_published(rows.summarise(numbers), numbers, published).iloc[0]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=5))
 def test_common_seeds_are_paired(values):
     accuracies, others = np.transpose(values)
@@ -126,7 +126,7 @@ def test_common_seeds_are_paired(values):
     assert np.isnan(row.difference_low)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(st.lists(NUMBERS, min_size=2, max_size=5, unique=True), st.floats(0.01, 5))
 def test_differences_from_means_have_the_interval_of_welch(accuracies, std):
     """At the ends of the interval his test is at its level."""
