@@ -118,13 +118,6 @@ def head_of(task, kind):
     }[kind]()
 
 
-def reference_head(head):
-    """Returns a head of the package for the reference."""
-    bias = getattr(head, "bias", None)
-    scale = getattr(head, "scale", 1.0)
-    return reference.Head(heads.KINDS[type(head)], head[0], bias, scale)
-
-
 def fit(calibrator, tasks, kind="linear", dual=True, previous=None):
     """Fits a calibrator to further tasks and finalizes it; returns it.
 
@@ -160,7 +153,9 @@ def fitted_reference(tasks, kind="linear", dual=True, **settings):
     """Returns the reference on the same tasks with the same settings."""
     inputs = []
     for task in tasks:
-        head = reference_head(head_of(task, kind))
+        head = head_of(task, kind)
+        bias, scale = getattr(head, "bias", None), getattr(head, "scale", 1.0)
+        head = reference.Head(kind, head[0], bias, scale)
         inputs.append((task.adapted, task.rows, head, task.pretrained if dual else None))
     return reference.Reference(inputs, **settings)
 

@@ -99,15 +99,6 @@ def test_random_features_give_no_warning(caplog):
     assert not lines(caplog)
 
 
-@pytest.mark.parametrize(("classes", "of_class"), [(2, 1), (3, 2), (200, 4)])
-def test_compared_rows_are_few_and_of_several_per_class(classes, of_class):
-    labels = np.repeat(np.arange(classes), of_class)
-    rows = checks.compared_rows(labels)
-    assert len(rows) <= checks.CLASSES * checks.OF_CLASS
-    _, counts = np.unique(labels[rows], return_counts=True)
-    assert all(counts > 1)
-
-
 def test_the_explained_share_is_the_between_class_share():
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 60)

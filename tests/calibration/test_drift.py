@@ -36,7 +36,7 @@ def map_without(before, after, ridge, out):
     return matrix, offset, after[out] - before[out] @ matrix - offset
 
 
-def assert_map_of_all(actual, before, after, atol=2e-6, offset_atol=2e-6):
+def assert_map_of_all(actual, before, after, atol=2e-6, offset_atol=4e-6):
     matrix, offset, _ = map_without(before, after, actual.ridge, np.zeros(len(before), bool))
     np.testing.assert_allclose(actual.matrix, matrix, atol=atol)
     np.testing.assert_allclose(actual.offset, offset, atol=offset_atol)
@@ -76,31 +76,24 @@ def test_equal_images_give_a_shift(count):
     np.testing.assert_array_equal(actual.offset, np.arange(4))
 
 
-def class_error(before, after, ridge, out):
-    return map_without(before, after, ridge, out)[2].mean(axis=0)
-
-
-@pytest.mark.parametrize(("count", "width"), [(60, 6), (12, 20), (3 * drift.MAX_IMAGES, 4)])
-def test_class_errors_are_of_maps_without_these_classes(count, width, monkeypatch):
+@pytest.mark.parametrize(
+    ("count", "width", "number"),
+    [(60, 6, 3), (12, 20, 3), (3 * drift.MAX_IMAGES, 4, 3), (120, 6, 40)],
+)
+def test_class_errors_are_of_maps_without_these_classes(count, width, number, monkeypatch):
     monkeypatch.setattr(drift, "MAX_IMAGES_PER_CLASS", count)
     before, after = pair(6, count, width, noise=1.0)
-    classes = np.arange(count) * 3 // count
-    after += classes[:, None] * np.linspace(0.0, 0.5, width, dtype=np.float32)
+    classes = np.arange(count) * number // count
+    after += (classes / number)[:, None] * np.linspace(0.0, 1.5, width, dtype=np.float32)
     actual = drift.fit_map(before, after, classes=classes)
-    expected = [class_error(before, after, actual.ridge, classes == c) for c in range(3)]
+    expected = []
+    for of in np.linspace(0, number - 1, min(number, 16)).astype(int):
+        errors = map_without(before, after, actual.ridge, classes == of)[2]
+        expected.append(errors.mean(axis=0))
     np.testing.assert_allclose(actual.class_errors, expected, atol=2e-4)
     assert_map_of_all(actual, before, after)
     for alone in (None, np.zeros(count, int)):
         assert drift.fit_map(before, after, classes=alone).class_errors.shape == (0, width)
-
-
-def test_of_many_classes_sixteen_have_errors():
-    before, after = pair(7, count=120)
-    classes = np.arange(120) % 40
-    actual = drift.fit_map(before, after, classes=classes)
-    assert actual.class_errors.shape == (16, 6)
-    first, last = (class_error(before, after, actual.ridge, classes == c) for c in (0, 39))
-    np.testing.assert_allclose(actual.class_errors[[0, -1]], [first, last], atol=1e-4)
 
 
 @pytest.mark.parametrize("count", [40, 100])

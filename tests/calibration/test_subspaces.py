@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from fdc_jax.calibration import compiled, fdc, inputs, shapes
+from fdc_jax.calibration import compiled, fdc, inputs
 
 
 def mean_and_basis(features, share):
@@ -108,12 +108,3 @@ def test_equal_samples_have_no_subspace(samples, width):
 def test_rank_is_the_fewest_components(variances, share, count, rank):
     descending = np.array(variances, float)
     assert compiled.retained_ranks(descending, 1e-6, [share, 0.1], count)[0] == rank
-
-
-def test_padded_sizes_are_few_and_tight():
-    sizes = np.array([shapes.padded_size(size) for size in range(1, 1001)])
-    assert (sizes >= np.arange(1, 1001)).all()
-    assert (sizes <= 1.25 * np.arange(1, 1001)).all()
-    assert (sizes <= 1.125 * np.arange(1, 1001))[63:].all()
-    assert len(set(sizes)) <= 4 * 6 + 8 * 4
-    assert shapes.padded_size(3, 8) == 8 and shapes.padded_size(83, 8) == 88

@@ -1,6 +1,5 @@
 """Archives: unpacked once, and never outside of their folder."""
 
-import functools
 import gzip
 import io
 import os
@@ -60,19 +59,15 @@ def pack_plain_tar(path, files):
     return pack_members(path, [regular(*item) for item in files.items()])
 
 
-PACKED = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "pack, name", [(pack_zip, "o.zip"), (pack_tar, "o.tar.gz"), (pack_tar, "o")]
 )
-
-
-@PACKED
 def test_archive_is_unpacked_again_only_after_a_change(tmp_path, unpack, pack, name):
     first = os.urandom(300)
     path = pack(tmp_path / name, {"top/a/1.txt": first})
     folder = unpack(path)
-    assert folder.name.startswith("o-")
     file = folder / "top/a/1.txt"
-    assert file.read_bytes() == first
+    assert folder.name.startswith("o-") and file.read_bytes() == first
     file.write_text("kept")
     assert unpack(path) == folder
     assert file.read_text() == "kept"
@@ -88,10 +83,6 @@ def cut(content):
     return content[:1000]
 
 
-def with_smaller_sizes(content):
-    return content.replace(SIZE, (100).to_bytes(4, "little"))
-
-
 def without_second_entry(content):
     start = content.index(b"PK\1\2") + 32
     return content[:start] + bytes([46 + len("b")]) + content[start + 1 :]  # a comment of the first
@@ -101,13 +92,10 @@ def with_damaged_header(content):
     return content[:2048] + bytes([content[2048] ^ 1]) + content[2049:]
 
 
-SIZE = (300).to_bytes(4, "little")
-deflated = functools.partial(pack_zip, compression=zipfile.ZIP_DEFLATED)
 # Archives of three files, a change of their bytes, and the line that names them.
 DAMAGED = {
     "cut zip": (pack_zip, cut, ""),
     "cut compressed tar": (pack_tar, cut, ""),
-    "zip longer than stated": (deflated, with_smaller_sizes, "CRC|not as long"),
     "lost entry of a zip": (pack_zip, without_second_entry, "expected 3 different names, found"),
     "tar cut between members": (pack_plain_tar, lambda content: content[:2048], "ends early"),
     "header of a tar": (pack_plain_tar, with_damaged_header, "a header is damaged"),
@@ -166,13 +154,10 @@ OUTSIDE = "{outside}"
 KEPT = {
     "absolute": ([regular(f"{OUTSIDE}/new")], f"{OUTSIDE}/new"),
     "link": ([special("a", LINK, OUTSIDE), regular("a/new")], "a/new"),
-    "link to a file": ([special("a", LINK, f"{OUTSIDE}/old"), regular("a")], "a"),
     "hard link": ([special("a", HARD, f"{OUTSIDE}/old"), regular("a")], "a"),
     "chain": ([special("a", LINK, "."), special("a/b", LINK, ".."), regular("a/b/c")], "a/b/c"),
     "dots": ([special("./", FOLDER), regular("././/a")], "a"),
-    "backslashes": ([regular("..\\new")], "..\\new"),
     "drive": ([regular("C:/a/b")], "a/b"),
-    "device": ([special("a", tarfile.CHRTYPE), regular("c")], "c"),
     "sparse": ([special("a", tarfile.GNUTYPE_SPARSE), regular("c")], "c"),
 }
 # Members and the line that names the archive.
@@ -180,11 +165,8 @@ REFUSED = {
     "parent": ([regular("a/../../new")], "a/../../new is outside of the archive's folder"),
     "twice": ([regular("a/b"), regular("a/./b")], "a/./b occurs twice"),
     "file then folder": ([regular("a"), regular("a/b")], "a/b is in a folder that is a file, too"),
-    "folder then file": ([regular("a/b"), regular("a")], "a occurs twice"),
-    "long name": ([regular("a" * 256)], "cannot unpack: File name too long"),
     "long path": ([regular("a/" * 30 + "/".join(["b" * 200] * 20))], "is too long, or in too many"),
     "deep": ([regular("a/" * 200 + "b")], "is too long, or in too many folders"),
-    "no name": ([regular("./")], "found a file without a name"),
     "negative": ([regular("a", b"", size=-512)], "expected a size of at least 0"),
     "short": ([regular("a", b"x" * 600, size=5000)], "cannot unpack: "),
     "CVE-2025-4517": (long_chain(), "is too long, or in too many"),
@@ -229,22 +211,18 @@ def test_links_and_special_files_are_counted(tmp_path, unpack):
     assert not os.listdir(tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
-    "kind, reason", [(stat.S_IFLNK, "links in the archive"), (stat.S_IFCHR, "special files")]
-)
-def test_links_and_devices_of_a_zip_are_counted(tmp_path, unpack, kind, reason):
+def test_links_of_a_zip_are_counted(tmp_path, unpack):
     link = zipfile.ZipInfo("ant/1.png")
-    link.external_attr = kind << 16
+    link.external_attr = stat.S_IFLNK << 16
     folder = unpack(pack_zip(tmp_path / "o.zip", {link: "/etc/passwd", "ant/2.png": b""}))
     assert [path.name for path in folder.rglob("*.png")] == ["2.png"]
-    assert archive.skipped(folder).paths == {reason: ["ant/1.png"]}
+    assert archive.skipped(folder).paths == {"links in the archive": ["ant/1.png"]}
 
 
-@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
-def test_large_headers_are_refused_before_they_are_read(tmp_path, assert_refused, kind):
+def test_large_headers_are_refused_before_they_are_read(tmp_path, assert_refused):
     """A name of 100 MB takes 100 kB in the archive."""
     header = tarfile.TarInfo("././@LongLink")
-    header.size, header.type = 100 * 2**20, kind
+    header.size, header.type = 100 * 2**20, tarfile.GNUTYPE_LONGNAME
     with gzip.open(tmp_path / "o.tar.gz", "wb", compresslevel=1) as file:
         file.write(header.tobuf(tarfile.GNU_FORMAT))
         for _ in range(100):
@@ -255,15 +233,16 @@ def test_large_headers_are_refused_before_they_are_read(tmp_path, assert_refused
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "cp437", "gbk", "latin-1"])
+@pytest.mark.parametrize(
+    "encoding, name", [("utf-8", "苹果"), ("cp437", "Äpfel"), ("gbk", "苹果"), ("latin-1", "Äpfel")]
+)
 def test_zip_names_are_in_utf8_or_latin_letters_of_cp437(
-    tmp_path, unpack, assert_refused, encoding
+    tmp_path, unpack, assert_refused, encoding, name
 ):
-    name = "苹果.png" if encoding == "gbk" else "Äpfel.png"
     encoded = name.encode(encoding)  # without the mark of UTF-8
-    stand_in = b"x" * len(encoded)
-    path = pack_zip(tmp_path / "o.zip", {stand_in.decode(): b"content"})
-    path.write_bytes(path.read_bytes().replace(stand_in, encoded))
+    stand_in = "x" * len(encoded)
+    path = pack_zip(tmp_path / "o.zip", {stand_in: b"content"})
+    path.write_bytes(path.read_bytes().replace(stand_in.encode(), encoded))
     if encoding in ("utf-8", "cp437"):
         assert (unpack(path) / name).exists()
     else:
@@ -296,14 +275,15 @@ def test_paths_of_windows_programs_are_folders(tmp_path, unpack):
     assert (folder / "top/ant/1.png").read_bytes() == b"content"
 
 
-@pytest.mark.parametrize("pack, name", [(pack_zip, "o.zip"), (pack_tar, "o.tar.gz")])
-@pytest.mark.parametrize("free, limit", [(2**40, "1,000"), (900, "the 900 that are free")])
+@pytest.mark.parametrize(
+    "pack, free, limit", [(pack_zip, 2**40, "1,000"), (pack_tar, 890, "the 890 that are free")]
+)
 def test_archive_that_would_fill_the_disk_is_refused(
-    tmp_path, unpack, assert_refused, monkeypatch, pack, name, free, limit
+    tmp_path, unpack, assert_refused, monkeypatch, pack, free, limit
 ):
     monkeypatch.setattr(archive, "ALWAYS_ALLOWED", 1000)
     monkeypatch.setattr(archive, "LARGEST_RATIO", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
-    archive.remove(unpack(pack(tmp_path / name, {"a": bytes(890)})))
-    path = pack(tmp_path / name, {"a": bytes(1001)})
+    archive.remove(unpack(pack(tmp_path / "o", {"a": bytes(890)})))
+    path = pack(tmp_path / "o", {"a": bytes(1001)})
     assert_refused(path, f"expected at most {limit} bytes when unpacked")

@@ -19,6 +19,7 @@ from fdc_jax.data.dataset import class_checksums
 from tests.errors import input_error
 
 CLASSES = {"ant": 5, "Bee": 4, "cat 10": 7}
+IMAGES = [f"{name}/{number}.jpg" for name, count in CLASSES.items() for number in range(count)]
 
 
 @pytest.fixture
@@ -39,18 +40,13 @@ def write(tmp_path, photo):
 @pytest.fixture
 def photos(write):
     """A folder of classes, not divided."""
-    for name, count in CLASSES.items():
-        root = write("photos", *(f"{name}/{number}.jpg" for number in range(count)))
-    return root
+    return write("photos", *IMAGES)
 
 
 @pytest.fixture
 def divided(write):
     """The same in train/CLASS and test/CLASS: the first two of a class are for testing."""
-    for name, count in CLASSES.items():
-        for number in range(count):
-            root = write("divided", f"{'train' if number > 1 else 'test'}/{name}/{number}.jpg")
-    return root
+    return write("divided", *(f"{'train' if n[-5] > '1' else 'test'}/{n}" for n in IMAGES))
 
 
 @pytest.fixture
@@ -94,59 +90,42 @@ def test_undivided_folder_is_split_per_class_by_hashed_names(photos, opened, sha
         held_out = min(max(round(share * count), 1), count - 1)
         assert {*test.ids} & {*ids} == {*ids[:held_out]}
         assert {*train.ids} & {*ids} == {*ids[held_out:]}
-    shutil.copytree(photos / "ant", photos / "aardvark")
-    _, again = opened(photos, share, allow_overlap=True)
-    assert {*again.ids} > {*test.ids}
-
-
-def test_hidden_files_and_system_folders_are_skipped(divided, opened, write):
-    ant = divided / "train/ant"
-    (ant / ".hidden.png").touch()
-    for name in ("$RECYCLE.BIN", "@eaDir"):
-        shutil.copytree(ant, divided / "train" / name)
-    write("divided", "train/ant/deep/9.jpg")
-    train, test = opened(divided)
-    assert (len(train), len(test), train.class_names) == (11, 6, ("Bee", "ant", "cat 10"))
-    assert "ant/deep/9.jpg" in train.ids
-    assert train.skipped.paths == {
-        "hidden files and folders of systems": [
-            "train/$RECYCLE.BIN",
-            "train/@eaDir",
-            "train/ant/.hidden.png",
-        ],
-        "images of a class in folders below it": ["train/ant/deep/9.jpg"],
-    }
 
 
 # Texts about what is skipped.
 SKIPPED = (
     "images outside of train and test: 11 (loose.jpg, val/Bee/2.jpg, ",
     "images outside of class folders: 2 (test/loose.jpg, train/loose.jpg)",
-    "image: 58 (40 without any, 3 .heic, 3 .gif, 3 .psd, 3 .raw",
+    "image: 46 (40 without any, 3 .heic, 3 .gif",
     "met elsewhere: 3 (train/dog, test/cat 10/again, train/ant/loop)",
     "no regular files: 1 (train/ant/fifo.png)",
     "classes without test images: 1 (ant)",
+    "hidden files and folders of systems: 3 (train/$RECYCLE.BIN, train/@eaDir, ",
+    "images of a class in folders below it: 1 (train/ant/deep/9.jpg)",
 )
 
 
-def test_every_skipped_path_is_counted_and_named(divided, opened):
+def test_every_skipped_path_is_counted_and_named(divided, opened, write):
     before = opened(divided)
+    ant = divided / "train/ant"
     shutil.copytree(divided / "train", divided / "val")
+    for name in ("$RECYCLE.BIN", "@eaDir"):
+        (divided / "train" / name).mkdir()
     for split in ("", "train", "test"):
-        shutil.copy(divided / "train/ant/2.jpg", divided / split / "loose.jpg")
-    for number in range(40):
-        (divided / "train/ant" / f"file{number}").touch()
-    for suffix in ("gif", "raw", "psd", "svg", "txt", "HEIC"):
-        for number in range(3):
-            (divided / "test/Bee" / f"{number}.{suffix}").touch()
-    (divided / "train/ant/loop").symlink_to("..")
+        shutil.copy(ant / "2.jpg", divided / split / "loose.jpg")
+    names = [f"file{number}" for number in range(40)]
+    names += [f"{number}.{suffix}" for suffix in ("gif", "HEIC") for number in range(3)]
+    for name in (*names, ".hidden.png"):
+        (ant / name).touch()
+    write("divided", "train/ant/deep/9.jpg")
+    (ant / "loop").symlink_to("..")
     (divided / "train/dog").symlink_to("ant")
     (divided / "test/cat 10/again").symlink_to(divided)
-    os.mkfifo(divided / "train/ant/fifo.png")
+    os.mkfifo(ant / "fifo.png")
     shutil.rmtree(divided / "test/ant")
     for _ in range(2):  # The second time, no image is decoded.
         train, test = opened(divided)
-        assert train.ids == before[0].ids
+        assert {*train.ids} == {*before[0].ids, "ant/deep/9.jpg"}
         assert len(test) == len(before[1]) - 2
         assert train.skipped is test.skipped
         assert not [text for text in SKIPPED if text not in train.skipped.text()]
@@ -171,8 +150,8 @@ def test_names_of_classes_are_compared_in_one_unicode_form(divided, opened):
 
 def test_file_name_that_is_not_utf8_is_accepted(photos, opened):
     os.rename(photos / "ant/1.jpg", os.fsencode(photos / "ant") + b"/caf\xe9.jpg")
-    for train, test in (opened(photos), opened(photos)):
-        assert len({train.checksum, test.checksum, *class_checksums(train, test).values()}) == 5
+    for splits in (opened(photos), opened(photos)):
+        assert len({splits[0].checksum, *class_checksums(*splits).values()}) == 4
 
 
 @pytest.fixture
@@ -191,18 +170,15 @@ def decoded(monkeypatch):
 def test_only_new_or_changed_images_are_decoded(divided, opened, decoded, tmp_path):
     first = opened(divided)
     assert len(decoded) == 16
-    assert first[0].pixel_hashes() == [
-        images.pixels_sha256(np.asarray(first[0].image(index))) for index in range(len(first[0]))
-    ]
+    shown = map(np.asarray, map(first[0].image, range(len(first[0]))))
+    assert first[0].pixel_hashes() == [*map(images.pixels_sha256, shown)]
     decoded.clear()
     assert [split.checksum for split in opened(divided)] == [split.checksum for split in first]
     assert decoded == []
     shutil.copy(divided / "test/ant/0.jpg", divided / "test/ant/new.jpg")
     os.utime(divided / "train/ant/2.jpg", ns=(1, 1))
-    shutil.copy(divided / "test/Bee/1.jpg", divided / "test/Bee/0.jpg")
     train, test = opened(divided)
-    names = ("test/Bee/0.jpg", "test/ant/new.jpg", "train/ant/2.jpg")
-    assert sorted(decoded) == [divided / name for name in names]
+    assert sorted(decoded) == [divided / "test/ant/new.jpg", divided / "train/ant/2.jpg"]
     assert train.checksum == first[0].checksum and test.checksum != first[1].checksum
     (kept,) = (tmp_path / "cache").glob("*.json")
     assert len(json.loads(kept.read_text())) == 17
@@ -216,10 +192,9 @@ def swap_by_name(first, second):
 
 def swap_contents(first, second):
     for path in first.iterdir():
-        other = second / path.name
         content = path.read_bytes()
-        path.write_bytes(other.read_bytes())
-        other.write_bytes(content)
+        path.write_bytes((second / path.name).read_bytes())
+        (second / path.name).write_bytes(content)
 
 
 @pytest.mark.parametrize("swap", [swap_by_name, swap_contents])
@@ -233,11 +208,10 @@ def test_swapped_images_of_equal_size_and_date_are_noticed(write, opened, swap):
         return opened(root)
 
     before = with_equal_dates()
-    train_hashes, test_hashes = (split.pixel_hashes() for split in before)
     swap(root / "train/ant", root / "train/bee")
     train, test = with_equal_dates()
-    assert train.pixel_hashes() == train_hashes[2:] + train_hashes[:2]
-    assert test.pixel_hashes() == test_hashes
+    hashes = before[0].pixel_hashes()
+    assert train.pixel_hashes() == hashes[2:] + hashes[:2]
     assert not class_checksums(*before).items() & class_checksums(train, test).items()
 
 
@@ -257,27 +231,25 @@ def test_an_image_that_changes_during_a_run_is_refused(divided, opened):
 def test_orientation_is_applied_to_own_images(divided, opened, photo):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
-    photo(30, 10).save(divided / "test" / "ant" / "0.jpg", exif=exif)
-    _, turned = opened(divided, name="turned", upright=True)
-    _, stored = opened(divided, name="stored", upright=False)
-    index = turned.ids.index("ant/0.jpg")
-    assert (turned.image(index).size, stored.image(index).size) == ((10, 30), (30, 10))
-    assert turned.checksum != stored.checksum
+    photo(30, 10).save(divided / "test/Bee/0.jpg", exif=exif)
+    for upright, size in ((True, (10, 30)), (False, (30, 10))):
+        _, test = opened(divided, name=str(upright), upright=upright)
+        assert test.image(0).size == size
 
 
 def test_unreadable_images_are_named_and_others_kept(divided, opened, decoded):
-    broken = [divided / name for name in ("train/Bee/2.jpg", "test/ant/0.jpg", "train/ant/2.jpg")]
+    broken = [divided / name for name in ("test/ant/0.jpg", "train/Bee/2.jpg")]
     good = [path.read_bytes() for path in broken]
-    for path, content in zip(broken, (b"", b"no image", good[2][:-30]), strict=True):
-        path.write_bytes(content)
-    with input_error(r"^mine: 3 of 16 images cannot be read: ") as caught:
+    for path in broken:
+        path.write_bytes(b"no image")
+    with input_error(r"^mine: 2 of 16 images cannot be read: ") as caught:
         opened(divided)
     assert all(str(path) in str(caught.value) for path in broken)
     for path, content in zip(broken, good, strict=True):
         path.write_bytes(content)
     decoded.clear()
     opened(divided)
-    assert sorted(decoded) == sorted(broken)
+    assert sorted(decoded) == broken
 
 
 def test_training_image_in_test_is_refused_unless_allowed(divided, opened):
@@ -286,29 +258,22 @@ def test_training_image_in_test_is_refused_unless_allowed(divided, opened):
         r"no image of train in test, found 1, such as \S+/test/Bee/7.jpg, which is "
         r"\S+/train/ant/3.jpg, too; config.data.allow_over"
     )
-    for _ in range(2):
-        with input_error(message):
-            opened(divided)
+    with input_error(message):
+        opened(divided)
     text = "test images that are in train, too: 1 (test/Bee/7.jpg)"
     assert opened(divided, allow_overlap=True)[1].skipped.text() == text
 
 
 def test_a_picture_in_two_classes_is_named(divided, opened):
-    for source, *copies in (
-        ("train/ant/3", "train/Bee/8", "train/cat 10/9"),
-        ("train/cat 10/2", "train/Bee/10", "train/cat 10/11"),
-        ("test/ant/0", "test/Bee/9"),
-    ):
-        for name in copies:
-            shutil.copy(divided / f"{source}.jpg", divided / f"{name}.jpg")
+    for name, copied in (("train/ant/3", "train/Bee/8"), ("train/ant/3", "train/cat 10/9")):
+        shutil.copy(divided / f"{name}.jpg", divided / f"{copied}.jpg")
+    shutil.copy(divided / "test/ant/0.jpg", divided / "test/Bee/9.jpg")
     reason = "the same picture in two classes of"
     for _ in range(2):
         train, _ = opened(divided)
         assert train.skipped.paths == {
-            f"{reason} train (2 pairs of classes, such as Bee and cat 10)": [
+            f"{reason} train (2 pairs of classes, such as Bee and ant)": [
                 "Bee/8.jpg = ant/3.jpg",
-                "Bee/10.jpg = cat 10/11.jpg",
-                "Bee/10.jpg = cat 10/2.jpg",
                 "Bee/8.jpg = cat 10/9.jpg",
             ],
             f"{reason} test (1 pair of classes, such as Bee and ant)": ["Bee/9.jpg = ant/0.jpg"],
@@ -319,62 +284,36 @@ GREY = {"train/a/0": 200, "train/a/1": 300, "train/b/0": 3000, "train/b/1": 1000
 GREY |= {"test/a/0": 5000, "test/b/0": 400}
 
 
-@pytest.fixture
-def grey(tmp_path):
-    """A folder of grey images of 16 bits, of one value each, and an image of 8 bits."""
+@pytest.mark.parametrize("wanted, bits", [(0, 13), (16, 16), (10, 10)])
+def test_grey_of_a_data_set_has_one_scale(tmp_path, opened, wanted, bits):
     for number, (name, value) in enumerate(GREY.items()):
         path = tmp_path / "grey" / f"{name}.{('png', 'tif')[number % 2]}"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((4, 5), value, np.uint16)).save(path)
     Image.new("L", (5, 4), 77).save(tmp_path / "grey/train/a/2.png")
-    return tmp_path / "grey"
-
-
-def values_of(*splits):
-    values = {}
-    for split in splits:
-        for index, name in enumerate(split.ids):
-            image = np.asarray(split.image(index))
-            values[f"{split.split}/{name.partition('.')[0]}"] = int(image.max())
-    return values
-
-
-@pytest.mark.parametrize("wanted, bits", [(0, 13), (16, 16), (10, 10)])
-def test_grey_of_a_data_set_has_one_scale(grey, opened, wanted, bits):
-    train, test = opened(grey, grey_bits=wanted)
+    train, test = opened(tmp_path / "grey", grey_bits=wanted)
     assert train.grey_bits == test.grey_bits == bits
-    expected = {name: min(value >> (bits - 8), 255) for name, value in GREY.items()}
-    assert values_of(train, test) == expected | {"train/a/2": 77}
+    values = [np.asarray(train.image(index)).max() for index in range(5)]
+    scaled = [min(value >> (bits - 8), 255) for value in GREY.values()]
+    assert values == [*scaled[:2], 77, *scaled[2:4]]
     reason = f"grey images whose {bits} bits are scaled to 8"
     assert [name.split(".")[0] for name in train.skipped.paths[reason]] == list(GREY)
     cut = train.skipped.paths.get("grey images with values of more than 10 bits, which are cut", [])
     assert cut == (["train/b/0.png", "test/a/0.png"] if bits == 10 else [])
-
-
-def test_the_scale_of_grey_is_part_of_the_checksum(grey, opened):
-    checksums = {opened(grey, grey_bits=bits)[0].checksum for bits in (0, 12, 13, 14)}
-    assert len(checksums) == 3
-    Image.fromarray(np.full((4, 5), 5001, np.uint16)).save(grey / "test/a/0.png")
-    train, test = opened(grey)
-    assert train.checksum in checksums and test.checksum != opened(grey, grey_bits=14)[1].checksum
-
-
-def test_images_of_8_bits_have_no_scale_of_grey(divided, opened):
-    assert [split.grey_bits for split in opened(divided, grey_bits=12)] == [0, 0]
+    others = [opened(tmp_path / "grey", grey_bits=other)[0].checksum for other in (bits, 9)]
+    assert train.checksum == others[0] != others[1]
 
 
 def test_further_frames_are_counted_and_named(divided, opened, photo):
     pictures = [photo(8, 6, seed) for seed in range(4)]
-    for name, shown in (("train/ant/a", pictures), ("train/Bee/b", pictures[:2])):
-        path = divided / f"{name}.tif"
+    for name, shown in (("ant/a", pictures), ("Bee/b", pictures[:2])):
+        path = divided / f"train/{name}.tif"
         shown[0].save(path, save_all=True, append_images=shown[1:])
-    pictures[3].save(divided / "test/ant/c.tif", save_all=True)
-    for _ in range(2):
-        train, _ = opened(divided, allow_overlap=True)
-        names = ["Bee/b.tif has 2", "ant/a.tif has 4"]
-        reason = "files with 4 frames after the first in train"
-        assert train.skipped.paths[reason] == names
-        assert_array_equal(train.image(train.ids.index("ant/a.tif")), pictures[0])
+    train, _ = opened(divided, grey_bits=12)
+    reason = "files with 4 frames after the first in train"
+    assert train.skipped.paths[reason] == ["Bee/b.tif has 2", "ant/a.tif has 4"]
+    assert_array_equal(train.image(train.ids.index("ant/a.tif")), pictures[0])
+    assert train.grey_bits == 0  # No image has grey of 16 bits.
 
 
 BEE, CAT = ("Bee/0.jpg", "Bee/1.jpg"), ("cat/0.jpg", "cat/1.jpg")
@@ -410,11 +349,6 @@ def test_wrong_layouts_are_refused(write, opened, case):
         opened(root)
 
 
-def test_undivided_folder_needs_a_share_for_testing(photos, opened):
-    with input_error("test_share above 0; found classes without train and"):
-        opened(photos, share=0.0)
-
-
 def test_dead_links_and_classes_without_images_are_refused(photos, opened):
     (photos / "ant/gone.jpg").symlink_to("nowhere")
     (photos / "ant/self.jpg").symlink_to("self.jpg")
@@ -440,17 +374,3 @@ def test_unreadable_folder_is_an_error(divided, opened, monkeypatch):
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(PermissionError, match="/ant"):
         opened(divided)
-
-
-@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\u202eb"])
-def test_class_names_have_no_control_characters(write, opened, name):
-    root = write("photos", *(f"{split}/{name}/0.png" for split in ("train", "test")))
-    with input_error(r"expected class names without control .* a\\"):
-        opened(root)
-
-
-def test_benchmark_is_counted_before_any_image_is_decoded(write, opened, decoded):
-    root = write("omni", "train/one/1.png", "test/one/1.png")
-    with input_error(r"^omnibench: expected 300 classes, found 1;"):
-        opened(root, name="omnibench")
-    assert decoded == []

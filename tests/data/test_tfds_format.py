@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
-from numpy.testing import assert_array_equal
-from PIL import Image, ImageOps
+from PIL import Image
 
 from fdc_jax.data import images, sources
 from tests.errors import input_error
@@ -41,30 +40,22 @@ def convert_to_tfrecord(folder):
 def prepare(tmp_path, photo, encode):
     """Returns a function that writes ten images of three classes as TFDS does, in `data/PATH`."""
 
-    def call(
-        path="flowers/2.1.1",
-        file_format="array_record",
-        test="test",
-        label="label",
-        names=False,
-        encoded=encode,
-    ):
+    def call(path="flowers/2.1.1", file_format="array_record", label="label", encoded=encode):
         folder = tmp_path / "data" / path
         folder.mkdir(parents=True)
         features = {
             "image": tfds.features.Image(shape=(None, None, 3)),
             "label": tfds.features.ClassLabel(names=list(CLASSES)),
             "bright": tfds.features.Scalar(np.float32),
+            "file_name": tfds.features.Text(),
         }
-        examples = [
-            {"image": encoded(photo(8, 9, seed)), "label": seed % 3, "bright": seed / 10}
-            for seed in range(10)
-        ]
-        if names:
-            features["file_name"] = tfds.features.Text()
-            for seed, example in enumerate(examples):
-                # As strings the tenth comes before the second.
-                example["file_name"] = f"{seed % 3}/{12 - seed}.png"
+        examples = []
+        for seed in range(10):
+            image = encoded(photo(8, 9, seed))
+            # As strings the tenth name comes before the second.
+            name = f"{seed % 3}/{12 - seed}.png"
+            values = image, seed % 3, seed / 10, name
+            examples.append(dict(zip(features, values, strict=True)))
         version = tfds.core.Version("2.1.1")
         identity = tfds.core.dataset_info.DatasetIdentity("flowers", version, str(folder), "")
         info = tfds.core.DatasetInfo(
@@ -74,8 +65,8 @@ def prepare(tmp_path, photo, encode):
             disable_shuffling=True,
         )
         writer = tfds.core.SequentialWriter(info, 4, file_format="array_record")
-        writer.initialize_splits(["train", test])
-        writer.add_examples({"train": examples[:6], test: examples[6:]})
+        writer.initialize_splits(["train", "validation"])
+        writer.add_examples({"train": examples[:6], "validation": examples[6:]})
         writer.close_all()
         if file_format == "tfrecord":
             convert_to_tfrecord(folder)
@@ -95,77 +86,44 @@ def opened(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "file_format, path, other",
-    [
-        ("array_record", "flowers/2.1.1", "validation"),
-        ("tfrecord", "flowers/small/2.1.1", "test"),
-    ],
+    "file_format, path", [("array_record", "flowers/2.1.1"), ("tfrecord", "flowers/small/2.1.1")]
 )
-def test_data_are_read_where_they_lie(prepare, opened, file_format, path, other):
-    folder, examples = prepare(path, file_format, other)
+def test_data_are_read_where_they_lie_and_sorted_by_class(prepare, opened, file_format, path):
+    folder, examples = prepare(path, file_format)
     before = sorted(folder.iterdir())
     train, test = opened()
     assert train.class_names == CLASSES
     assert (train.name, train.partition, train.upright) == ("flowers", "tfds", True)
-    assert train.labels.tolist() == [0, 0, 1, 1, 2, 2] and test.labels.tolist() == [0, 0, 1, 2]
-    for index, row in enumerate((6, 9, 7, 8)):
-        assert test.read(index) == examples[row]["image"]
+    assert train.ids == ("0/12.png", "0/9.png", "1/11.png", "1/8.png", "2/10.png", "2/7.png")
+    by_name = {example["file_name"]: example for example in examples}
+    for split in (train, test):
+        for index, name in enumerate(split.ids):
+            assert split.read(index) == by_name[name]["image"]
+            assert split.labels[index] == by_name[name]["label"]
+            hashed = images.pixels_sha256(np.asarray(split.image(index)))
+            assert split.pixel_hashes()[index] == hashed
     assert sorted(folder.iterdir()) == before
 
 
-def test_images_are_sorted_by_class_and_name(prepare, opened):
-    _, examples = prepare(names=True)
-    train, _ = opened()
-    assert train.ids == ("0/12.png", "0/9.png", "1/11.png", "1/8.png", "2/10.png", "2/7.png")
-    by_name = {example["file_name"]: example for example in examples}
-    hashes = train.pixel_hashes()
-    for index, name in enumerate(train.ids):
-        assert train.read(index) == by_name[name]["image"]
-        assert train.labels[index] == by_name[name]["label"]
-        assert hashes[index] == images.pixels_sha256(np.asarray(train.image(index)))
-
-
 def test_records_are_decoded_once_until_the_data_change(tmp_path, prepare, opened, monkeypatch):
-    folder, _ = prepare(names=True)
+    folder, _ = prepare()
     examined, states, examine = [], [], images.examine
     monkeypatch.setattr(images, "examine", lambda *given: examined.append(1) or examine(*given))
 
     def count():
         examined.clear()
-        train, test = opened()
-        states.append((train.ids, train.checksum, test.checksum))
+        states.append([split.checksum for split in opened()])
         return len(examined)
 
     assert (count(), count()) == (10, 0)
-    for content in (b"damaged", b""):
-        next((tmp_path / "cache" / "data").glob("flowers-train-*.npz")).write_bytes(content)
-        assert count() == 6
+    next((tmp_path / "cache" / "data").glob("flowers-train-*.npz")).write_bytes(b"damaged")
+    assert count() == 6
     for shard in folder.glob("*-train.array_record*"):
         os.utime(shard, ns=(1, 1))
     assert count() == 6
-    assert len(set(states)) == 1
+    assert states == states[:1] * 4
     (folder / "label.labels.txt").write_text("rose\ntulip\nlily\n")
-    assert count() == 0 and states[-1][1] != states[0][1]
-
-
-@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
-def test_swapped_shards_of_equal_size_are_noticed(prepare, opened, encode, file_format):
-    def bitmap(image):
-        return encode(image, "BMP")
-
-    def flipped(image):
-        return bitmap(ImageOps.flip(image))
-
-    first, _ = prepare("flowers/1.0.0", file_format, encoded=bitmap)
-    second, _ = prepare("others/1.0.0", file_format, encoded=flipped)
-    before = opened()[0].checksum
-    for path in second.glob("flowers-*"):
-        assert path.stat().st_size == (first / path.name).stat().st_size
-        shutil.copystat(first / path.name, path)
-        path.rename(first / path.name)
-    train, _ = opened()
-    hash_of_first = images.pixels_sha256(np.asarray(train.image(0)))
-    assert train.pixel_hashes()[0] == hash_of_first and train.checksum != before
+    assert count() == 0 and states[-1] != states[0]
 
 
 def test_two_configurations_or_no_classes_are_refused(tmp_path, prepare, opened):
@@ -174,7 +132,7 @@ def test_two_configurations_or_no_classes_are_refused(tmp_path, prepare, opened)
     with input_error("flowers: expected one configuration, found one, two"):
         opened()
     prepare("bright/1.0.0", label="bright")
-    message = r"expected images and their classes, found .* bright, image, label$"
+    message = r"expected images and their classes, found .* bright, file_name, image, label$"
     with input_error(message):
         opened("bright")
 
@@ -205,8 +163,6 @@ SEQUENCE = {
     "fields",
     [
         {"pythonClassName": EVIL},
-        {"featuresDict__features__image__pythonClassName": EVIL},
-        {"featuresDict__features__bright__pythonClassName": EVIL},
         {"featuresDict__features__more": SEQUENCE},
         {"featuresDict__features__more": {"type": EVIL, "content": {"shape": [], "dtype": "i4"}}},
     ],
@@ -235,6 +191,7 @@ def write_legacy_features(folder, label):
         "image": ("image_feature.Image", IMAGE),
         "label": ("class_label_feature.ClassLabel", label),
         "bright": ("feature.Tensor", {"shape": [], "dtype": "float32"}),
+        "file_name": ("text_feature.Text", {}),
     }
     features = {
         name: {"type": MODULES + kind, "content": content, "proto_cls": ""}
@@ -264,44 +221,29 @@ def shard_of(folder):
     return max(shards, key=lambda path: (path.stat().st_size, path.name))
 
 
-def records_of(content):
-    """Returns the parts of a TFRecord file, one for each record."""
-    parts, start = [], 0
-    while start < len(content):
-        stop = start + 16 + int.from_bytes(content[start : start + 8], "little")
-        parts.append(content[start:stop])
-        start = stop
-    return parts
-
-
 def flip(content, position):
     return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
 
 
-DAMAGED = {
-    "empty": ("both", lambda content: b""),
-    "missing": ("both", lambda content: None),
-    "cut in a record": ("both", lambda content: content[:-40]),
-    "cut after a record": ("tfrecord", lambda content: b"".join(records_of(content)[:-1])),
-    "too long": ("tfrecord", lambda content: content + records_of(content)[0]),
-    "a bit of a length": ("tfrecord", lambda content: flip(content, 0)),
-    "a bit of the checksum of a length": ("tfrecord", lambda content: flip(content, 9)),
-    "a bit of a record": ("both", lambda content: flip(content, content.index(b"\x89PNG") + 70)),
-    "a bit at the end": ("tfrecord", lambda content: flip(content, len(content) - 1)),
+BOTH = {
+    "empty": lambda content: b"",
+    "missing": lambda content: None,
+    "cut in a record": lambda content: content[:-40],
+    "a bit of a record": lambda content: flip(content, content.index(b"\x89PNG") + 70),
 }
-
-
-CASES = [("tfrecord", name) for name in DAMAGED]
-CASES += [("array_record", name) for name, (formats, _) in DAMAGED.items() if formats == "both"]
+DAMAGED = BOTH | {
+    "cut after a record": lambda content: content[: 16 + int.from_bytes(content[:8], "little")],
+    "a bit of a length": lambda content: flip(content, 0),
+}
+CASES = [("array_record", name) for name in BOTH] + [("tfrecord", name) for name in DAMAGED]
 
 
 @pytest.mark.parametrize("file_format, damage", CASES)
 def test_a_damaged_shard_is_named(prepare, opened, file_format, damage):
-    _, change = DAMAGED[damage]
     folder, _ = prepare(file_format=file_format)
     opened()
     shard = shard_of(folder)
-    content = change(shard.read_bytes())
+    content = DAMAGED[damage](shard.read_bytes())
     shard.unlink()
     if content is not None:
         shard.write_bytes(content)
@@ -313,9 +255,7 @@ def test_a_damaged_shard_is_named(prepare, opened, file_format, damage):
     "lengths, message",
     [
         (["5", "1"], "expected 5 records, found 4"),
-        (["4", "2", "0"], "expected a file, found none"),
         ([], "split train: expected records, found none"),
-        (["-6"], "expected -6 records, found 4"),
         (["many"], r"dataset_info.json: cannot read: "),
     ],
 )
@@ -329,7 +269,6 @@ def test_more_or_fewer_records_than_stated_are_refused(prepare, opened, lengths,
 @pytest.mark.parametrize(
     "fields",
     [
-        {"splits__0__filepathTemplate": "/tmp/{SPLIT}"},
         {"splits__0__filepathTemplate": "../../../{SPLIT}"},
         {"splits__0__filepathTemplate": "", "name": "../../../outside"},
     ],
@@ -357,11 +296,7 @@ def test_grey_and_frames_of_records_are_named(prepare, opened, encode):
     prepare(encoded=stack)
     train, test = opened()
     assert train.grey_bits == test.grey_bits == 13
-    assert {reason: len(paths) for reason, paths in train.skipped.paths.items()} == {
-        "files with 6 frames after the first in train": 6,
-        "files with 4 frames after the first in test": 4,
-        "grey images whose 13 bits are scaled to 8": 10,
-    }
+    assert [len(paths) for paths in train.skipped.paths.values()] == [6, 10, 4]
 
 
 def test_versions_are_compared_as_numbers(prepare, opened, caplog):
@@ -380,26 +315,15 @@ def test_versions_are_compared_as_numbers(prepare, opened, caplog):
 
 @pytest.mark.ci
 def test_real_cifar100_of_tfds_is_read(shared_asset, tmp_path):
-    data_dir = shared_asset("tensorflow_datasets")
+    prepared = shared_asset("tensorflow_datasets") / "cifar100/3.0.2"
     folder = tmp_path / "cifar100/3.0.2"
-    # Test images serve as training images, too: 50,000 images less to decode.
-    without_train = shutil.ignore_patterns("*-train.*")
-    shutil.copytree(data_dir / "cifar100/3.0.2", folder, ignore=without_train)
-    shard_names = "{DATASET}-test.{FILEFORMAT}-{SHARD_X_OF_Y}"
-    lengths = ["2500"] * 4
-    info = folder / "dataset_info.json"
-    edit(info, splits__0__filepathTemplate=shard_names, splits__0__shardLengths=lengths)
+    shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("*_record-*"))
+    # A quarter of the test images serves as both splits: less to decode.
+    shard = prepared / "cifar100-test.array_record-00000-of-00004"
+    for number, split in enumerate(("train", "test")):
+        shutil.copy(shard, folder / f"cifar100-{split}.array_record-00000-of-00001")
+        edit(folder / "dataset_info.json", **{f"splits__{number}__shardLengths": ["2500"]})
     _, source = sources.open_splits("cifar100", tmp_path, data_dir=str(tmp_path))
-    assert np.bincount(source.labels).tolist() == [100] * 100
-    assert list(source.ids) == [f"test_{i:05d}" for i in range(10000)]
-    assert source.class_names[:2] == ("apple", "aquarium_fish")
-    assert list(source.class_names) == sorted(source.class_names)
-    # Whoever prepared the data, and with whichever library: features are kept under this checksum.
-    expected = "beaaaff1966cf75815e7e762ed265b9d29a696482d02555c22da913f0891f369"
-    assert source.checksum == expected
-    reference = tfds.data_source("cifar100", split="test", data_dir=data_dir)
-    for i in (0, 1234, 9999):
-        example = reference[i]
-        index = source.ids.index(example["id"].decode())
-        assert source.labels[index] == example["label"]
-        assert_array_equal(source.image(index), example["image"])
+    # Whoever prepared the data, and with whichever library: features are kept under this checksum
+    # of names, labels and pixels.
+    assert source.checksum.startswith("d7bd0a1a79aeacaa")

@@ -12,7 +12,7 @@ from tests.errors import input_error, stale
 from tests.features.test_feature_files import example, save
 
 resource = pytest.importorskip("resource", reason="Windows has no limit of this kind")
-TASKS, LIMIT = 60, 100
+TASKS, LIMIT = 45, 100
 PROGRAM = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
