@@ -43,22 +43,19 @@ def assert_near(actual, expected, tolerance):
 
 
 def kinds(tree):
-    return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+    return jax.tree.map(lambda leaf: (type(leaf), jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
 def test_no_shape_depends_on_the_task(run):
     """Nothing grows, and what is on the host stays there."""
     first = run.steps[0]
     for step in run.steps:
-        for state in (step.designed, step.after):
-            assert kinds(state) == kinds(first.before)
-            assert jax.tree.map(type, state) == jax.tree.map(type, first.before)
-        assert kinds(step.frozen) == kinds(first.frozen)
-        assert kinds(step.started) == kinds(step.trained) == kinds(first.trained)
+        assert kinds(step.designed) == kinds(step.after) == kinds(first.before)
+        assert kinds((step.frozen, step.trained)) == kinds((first.frozen, first.trained))
 
 
 def test_random_keys_are_never_used_twice(run, backbone, monkeypatch):
-    """Not by two draws at the start of a task, nor by what comes later, whose keys are frozen."""
+    """Not by draws at the start of tasks, nor by what comes later, whose keys are frozen."""
     used = []
 
     def recorded(function):
@@ -71,19 +68,18 @@ def test_random_keys_are_never_used_twice(run, backbone, monkeypatch):
 
     for name in ("uniform", "normal", "randint"):
         monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name)))
-    step = run.steps[1]
-    frozen, started = run.learner.start_task(backbone, step.designed, 1, jax.random.key(9))
-    used += [tuple(np.array(leaf)) for leaf in jax.tree.leaves(frozen) if leaf.dtype == jnp.uint32]
+    for key in (8, 9):
+        given = backbone, run.steps[1].designed, 1, jax.random.key(key)
+        frozen, _ = run.learner.start_task(*given)
+        keys = [leaf for leaf in jax.tree.leaves(frozen) if leaf.dtype == jnp.uint32]
+        used += [tuple(np.array(leaf)) for leaf in keys]
     assert len(set(used)) == len(used) > 0
-    head, other_head = (jax.tree.leaves(leaves["head"])[0] for leaves in (started, step.started))
-    assert np.abs(head - other_head).max() > 1e-3
 
 
 def test_training_changes_the_trained_leaves_alone(run, backbone):
     """Also rows of the head that are no classes stay, and every part trains in some task."""
     moved = jax.tree.map(lambda leaf: 0.0, run.steps[0].trained)
-    for step, snapshot, classes in zip(run.steps, run.snapshots, toy.CLASSES, strict=True):
-        toy.assert_equal((step.designed, step.frozen), snapshot)
+    for step, classes in zip(run.steps, toy.CLASSES, strict=True):
         change = jax.tree.map(lambda new, old: np.abs(new - old), step.trained, step.started)
         moved = jax.tree.map(lambda most, leaf: max(most, leaf.max()), moved, change)
         for leaf in jax.tree.leaves(change["head"]):
@@ -107,13 +103,13 @@ def test_slots_of_other_tasks_stay(run):
             where = jax.tree_util.keystr(path)
             if np.shape(old)[:1] != (len(toy.CLASSES),) or ".encoder" in where:
                 continue
+            change = np.abs(np.asarray(new) - old).reshape(len(old), -1).max(axis=1)
             if not any(name in where for name in revised):
-                np.testing.assert_array_equal(old[:task], new[:task], err_msg=where)
+                assert not change[:task].any(), where
             elif task > 0:
-                assert np.abs(np.asarray(new)[:task] - old[:task]).max() > 1e-3, where
-            np.testing.assert_array_equal(old[task + 1 :], new[task + 1 :], err_msg=where)
-            moved = np.any(np.asarray(old[task]) != np.asarray(new[task]))
-            changed[where] = changed.get(where, False) or moved
+                assert change[:task].max() > 1e-3, where
+            assert not change[task + 1 :].any(), where
+            changed[where] = changed.get(where, 0.0) + change[task]
     assert all(changed.values()) and len(changed) > 1
 
 
@@ -125,44 +121,34 @@ START_ELSEWHERE = ("e2_lora", "sd_lora", "lora_subtraction")
 def test_features_change_in_training_alone(run, backbone):
     """A new task starts with the last features, and merging keeps those of training."""
     for task, step in enumerate(run.steps):
-        before, after = (
-            toy.encode(run.setup, PROBE, run.learner.encoder(backbone, state, done))
-            for state, done in ((step.before, task), (step.after, task + 1))
-        )
+        before = toy.encode(PROBE, run.learner.encoder(backbone, step.before, task))
+        after = toy.encode(PROBE, run.learner.encoder(backbone, step.after, task + 1))
         assert np.abs(after - before).max() > 1e-3
         if name_of(run) not in START_ELSEWHERE:
-            started = run.features(step.frozen, toy.copy(step.started), PROBE)
+            started = run.features(step.frozen, toy.placed(step.started), PROBE)
             np.testing.assert_allclose(started, before, atol=1e-5)
         if task == 0 or name_of(run) != "loda":  # LoDA shrinks what points along earlier inputs.
             trained = run.features(step.frozen, step.trained, PROBE)
             np.testing.assert_allclose(after, trained, atol=5e-5)
 
 
-def test_encoders_of_all_tasks_are_recovered(run, backbone):
-    """But those of learners that keep the newest alone, and say so."""
-    final, expected = run.steps[-1].after, toy.encode(run.setup, PROBE)
+def test_encoders_and_heads_of_all_tasks_are_recovered(run, backbone):
+    """Heads have no padding; learners that keep the newest encoder alone say so."""
+    final = run.steps[-1].after
     for state in (run.steps[0].before, final):
-        pretrained = run.learner.encoder(backbone, state, 0)
-        np.testing.assert_allclose(toy.encode(run.setup, PROBE, pretrained), expected, atol=1e-6)
+        pretrained = toy.encode(PROBE, run.learner.encoder(backbone, state, 0))
+        np.testing.assert_allclose(pretrained, toy.encode(PROBE), atol=1e-6)
     for task, step in enumerate(run.steps):
-        expected = run.learner.encoder(backbone, step.after, task + 1)
+        heads = run.learner.heads(final, task + 1)
+        logits = [head.logits(pretrained) for head in heads]
+        assert [row.shape[1] for row in logits] == [*toy.CLASSES[: task + 1]]
         if name_of(run) not in KEEP_THE_NEWEST or step is run.steps[-1]:
             again = run.learner.encoder(backbone, final, task + 1)
-            toy.assert_equal(again, expected)
+            toy.assert_equal(again, run.learner.encoder(backbone, step.after, task + 1))
         else:
             wanted = rf"expected E_0 or E_{len(toy.CLASSES)}, found E_{task + 1}"
             with pytest.raises(InputError, match=wanted):
                 run.learner.encoder(backbone, final, task + 1)
-    if name_of(run) != "rsiat":
-        toy.assert_equal(pretrained, vit.pretrained_kernels(backbone))
-
-
-def test_heads_have_no_padding(run):
-    features = jnp.asarray(np.random.default_rng(0).normal(size=(4, toy.TINY.width)), jnp.float32)
-    for num_tasks in range(len(toy.CLASSES) + 1):
-        heads = run.learner.heads(run.steps[-1].after, num_tasks)
-        shapes = [head.logits(features).shape for head in heads]
-        assert shapes == [(4, classes) for classes in toy.CLASSES[:num_tasks]]
 
 
 RIDGES = {"e2_lora": 2e-4, "inflora_ca": 1e-4, "rsiat": 1e-3, "slca": 1e-4}
@@ -175,9 +161,8 @@ def test_gaussians_of_classes_come_from_plain_images(backbone, name):
     for task, step in enumerate(run.steps):
         pixels, labels = toy.shown(step.images.plain())
         kernels = run.learner.encoder(backbone, step.after, task + 1)
-        features = toy.float64(toy.encode(run.setup, pixels, kernels))
+        features = toy.float64(toy.encode(pixels, kernels))
         means, factors = step.after.gaussians
-        assert type(factors) is np.ndarray
         for label in range(toy.CLASSES[task]):
             rows, factor = features[labels == label], toy.float64(factors)[task, label]
             np.testing.assert_allclose(means[task, label], rows.mean(0), atol=1e-4)
@@ -209,37 +194,34 @@ def test_an_interrupted_task_resumes_exactly(run, backbone):
     def after_step(trained, progress, batch):
         return run.update.step(backbone, step.frozen, trained, progress, batch, rate)[:2]
 
-    started = toy.copy(step.started)
-    progress = run.update.initialise(started)
-    saved = jax.tree.map(np.array, after_step(started, progress, first))
-    toy.assert_equal(after_step(*toy.copy(saved), second)[0], step.trained)
     # What stays on the host is read back as it is, all else is put on the devices.
     state = jax.tree.map(
-        lambda leaf: leaf if type(leaf) is np.ndarray else jnp.array(np.array(leaf)), step.before
+        lambda leaf: leaf if type(leaf) is np.ndarray else toy.placed(np.array(leaf)), step.before
     )
-    designed = run.learner.before_task(backbone, state, 1, step.images)
-    toy.assert_equal(designed, step.designed)
+    designed = devices.replicate(
+        run.setup.mesh, run.learner.before_task(backbone, state, 1, step.images)
+    )
     frozen, started = run.learner.start_task(backbone, designed, 1, jax.random.key(1))
-    toy.assert_equal((frozen, started), (step.frozen, step.started))
-    after = run.learner.after_task(backbone, designed, 1, frozen, step.trained, step.images)
+    expected = step.designed, step.frozen, step.started
+    toy.assert_equal((designed, frozen, started), expected)
+    started = toy.placed(started)
+    saved = after_step(started, toy.placed(run.update.initialise(started)), first)
+    trained, _ = after_step(*toy.placed(jax.tree.map(np.array, saved)), second)
+    toy.assert_equal(trained, step.trained)
+    after = run.learner.after_task(backbone, designed, 1, frozen, trained, step.images)
     toy.assert_equal(after, step.after)
 
 
-def test_padding_rows_change_nothing(run, backbone):
+def test_padding_rows_change_nothing(run):
     """Pixels and labels of rows without weight may be anything."""
     batch = toy.make_batch(3, size=6, classes=2, padding=2)
     images = np.concatenate([batch.images[:4], toy.random_images(5, 2)])
     labels = np.where(batch.weights > 0, batch.labels, np.int32(1))
     other = batch._replace(images=images, labels=labels)
-    rate = (1.0, 1.0) if name_of(run) == "rsiat" else 1.0
     for step in run.steps[:2]:
-        results = []
-        for given in (batch, other):
-            trained = toy.random_like(step.trained, 4, 0.1)
-            progress = run.update.initialise(trained)
-            results.append(run.update.step(backbone, step.frozen, trained, progress, given, rate))
+        given = run, step.frozen, toy.random_like(step.trained, 4, 0.1)
         # Adam's first moments are the gradients; its first step would hide their size.
-        assert_near(results[1][1:], results[0][1:], 1e-5)
+        assert_near(toy.step(*given, other)[1:], toy.step(*given, batch)[1:], 1e-5)
 
 
 def test_parity_mode_sets_the_precision_of_every_product(run):
@@ -250,8 +232,7 @@ def test_parity_mode_sets_the_precision_of_every_product(run):
 
 
 FACTORS, TASKS = 12 * 2 * 768 * 10, 5
-PARAMETERS = dict.fromkeys(("cumulative_lora", "ewc_lora", "lora_subtraction"), 2 * FACTORS)
-PARAMETERS |= dict.fromkeys(("finetune", "joint"), 2 * FACTORS)
+PARAMETERS = dict.fromkeys(NAMES, 2 * FACTORS)
 PARAMETERS |= dict.fromkeys(("inflora", "inflora_ca", "splitlora"), FACTORS)  # A is not trained.
 PARAMETERS |= {
     "sd_lora": 2 * FACTORS + TASKS,  # A magnitude for every task.
@@ -282,70 +263,51 @@ def test_counts_of_trained_parameters_of_vit_b():
 CONSTANT, COSINE = (1.0,) * 5, (1.0, 0.9045085, 0.6545085, 0.3454915, 0.0954915)
 # As the authors' scheduler gave it when it was run.
 QUARTER = (1.0, 1.0, 0.925, 0.713, 0.394)
-LATE, LAST, EARLY = (
-    tuple(1.0 if epoch < first else 0.1 for epoch in range(10)) for first in (8, 9, 4)
-)
+EARLY = (1.0,) * 4 + (0.1,) * 6
+LAST = (1.0,) * 9 + (0.1,)
 STEPS = (1.0,) * 4 + (0.1,) * 3 + (0.01,) * 3
 ADAM = ("adam", 0.0, 5e-4, 5e-3)
 # RSIAT's after the first task.
-CUB200 = (3.7739e-2, 3.7739e-2, 9.989e-2, 9.419e-5, 1)
 IMAGENET_A = (6.6885e-3, 6.6885e-3, 3.121e-4, 2.424e-5, 1)
-OF_THE_PAPER = ("cumulative_lora", "splitlora", "ewc_lora", "sd_lora", "lora_subtraction", "loda")
 # Learner, preset, benchmark, factors on the rates by epoch, optimiser, its decay, the rates of the
 # increment and of the head; for RSIAT also the rate and the decay of the projector, and the task.
 ROUTINES = [
-    *((name, "protocol", "cub200", CONSTANT, *ADAM) for name in (*OF_THE_PAPER, "rsiat")),
+    ("cumulative_lora", "protocol", "cub200", CONSTANT, *ADAM),
+    ("sd_lora", "protocol", "cub200", CONSTANT, *ADAM),
+    ("lora_subtraction", "protocol", "cub200", CONSTANT, *ADAM),
+    ("loda", "protocol", "cub200", CONSTANT, *ADAM),
+    ("rsiat", "protocol", "cub200", CONSTANT, *ADAM),
     ("inflora", "protocol", "cub200", QUARTER, *ADAM),
     ("e2_lora", "protocol", "cub200", CONSTANT, "sgd", 0.0, 0.03, 0.02),
     ("slca", "protocol", "cub200", CONSTANT, "sgd", 0.0, 0.03, 0.2),
     ("inflora", "native", "cub200", QUARTER, "adam", 0.0, 5e-4, 5e-4),
     ("splitlora", "native", "cub200", STEPS, "adamw", 5e-5, 1e-3, 1e-2),
-    ("ewc_lora", "native", "cifar100", COSINE, *ADAM),
     ("ewc_lora", "native", "imagenet_r", COSINE, "adam", 5e-3, 5e-4, 5e-4),
     ("sd_lora", "native", "cifar100", CONSTANT, "sgd", 0.0, 8e-3, 8e-3),
-    ("sd_lora", "native", "cub200", CONSTANT, "sgd", 0.0, 1e-2, 1e-2),
     ("lora_subtraction", "native", "imagenet_r", QUARTER, "adam", 0.0, 5e-4, 5e-4),
-    ("lora_subtraction", "native", "cub200", QUARTER, "adam", 0.0, 5e-4, 1e-3),
-    ("loda", "native", "imagenet_r", COSINE, "sgd", 0.0, 2e-2, 2e-2),
     ("loda", "native", "omnibench", COSINE, "sgd", 5e-4, 1e-2, 1e-2),
     ("slca", "native", "cifar100", LAST, "sgd", 5e-4, 0.03, 0.2),
-    ("slca", "native", "cub200", LATE, "sgd", 5e-4, 0.03, 0.2),
-    ("e2_lora", "native", "cub200", CONSTANT, "sgd", 5e-4, 0.03, 0.02),
-    ("e2_lora", "native", "cifar100", LATE, "sgd", 5e-4, 0.03, 0.02),
     ("e2_lora", "native", "imagenet_a", EARLY, "sgd", 5e-4, 0.03, 0.02),
     ("rsiat", "native", "cub200", COSINE, "sgd", 3.426e-6, 1e-2, 1e-2, 1e-2, 9.419e-5, 0),
-    ("rsiat", "native", "cub200", COSINE, "sgd", 3.426e-6, *CUB200),
     ("rsiat", "native", "digits", COSINE, "sgd", 5.930e-7, *IMAGENET_A),
 ]
 
 
-def follow(kind, leaf, slope, rate, decay):
-    """Two steps on a loss of constant slope in float64, `rate` with its factor."""
-    optimizer = toy.Optimizer(kind, decay)
-    for _ in range(2):
-        leaf = leaf - rate * optimizer(slope, leaf)
-    return leaf
-
-
 @pytest.mark.parametrize("routine", ROUTINES, ids=lambda routine: "-".join(routine[:3]))
 def test_rates_decays_and_schedules(backbone, monkeypatch, routine):
-    """Two steps on a loss of known slopes, a third of them zero; no encoder is needed."""
+    """Two steps on a loss of known slopes; no encoder is needed."""
     name, preset, benchmark, factors, kind, decay, rate, head_rate, *of_projector = routine
     projector_rate, projector_decay, task = of_projector or (3.121e-4, 0.0, 0)
     rates = {"head": head_rate, "earlier_heads": head_rate, "projector": projector_rate}
-    decays = {"projector": projector_decay}
     fields = dict(benchmark=benchmark, learner__preset=preset, train__epochs=5)
-    learner, rng = toy.make_learner(name, **fields), np.random.default_rng(1)
-    state = learner.initial_state()
-    frozen, leaves = learner.start_task(backbone, state, task, jax.random.key(0))
-    trained = toy.random_like(leaves, 0, 1.0)
-    start, slopes = toy.float64(trained), {}
-    for part, leaves in start.items():
-        scale = decays.get(part, decay) or 1.0
-        signs = jax.tree.map(lambda x: rng.integers(-1, 2, x.shape), leaves)
-        slopes[part] = jax.tree.map(
-            lambda s, k=scale: k * rng.uniform(0.5, 1.5, s.shape) * s, signs
-        )
+    learner = toy.make_learner(name, **fields)
+    start = learner.start_task(backbone, learner.initial_state(), task, jax.random.key(0))
+    frozen, trained = start[0], toy.random_like(start[1], 0, 1.0)
+    decays = dict.fromkeys(trained, decay) | {"projector": projector_decay}
+    start, slopes = toy.float64((trained, toy.random_like(trained, 1, 1.0)))
+    for part, leaves in slopes.items():  # Slopes as large as what the decay adds, none near zero.
+        scale = decays[part] or 1.0
+        slopes[part] = jax.tree.map(lambda s, k=scale: k * (s + np.sign(s)), leaves)
 
     def linear(self, backbone, frozen, leaves, *batch):
         return sum(jax.tree.leaves(jax.tree.map(lambda s, x: jnp.sum(s * x), slopes, leaves)))
@@ -360,7 +322,7 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, routine):
         actual = [np.ravel(update.schedule(epoch, epochs))[0] for epoch in range(epochs)]
         np.testing.assert_allclose(actual, factors, atol=6e-4)
     # So large a factor that the smallest decay is seen.
-    least = min(rates.get(part, rate) * (decays.get(part, decay) or 1.0) for part in start)
+    least = min(rates.get(part, rate) * (decays[part] or 1.0) for part in start)
     factor = 1e-3 / least if kind == "sgd" else 100.0
     # Of several classes LoDA would make two steps.
     optimizer, one_class = update.initialise(trained), toy.make_batch(classes=1)
@@ -370,31 +332,23 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, routine):
     for part, leaves in start.items():
         arrays = map(jax.tree.leaves, (leaves, slopes[part], trained[part]))
         for x, slope, actual in zip(*arrays, strict=True):
-            of_part = factor * rates.get(part, rate), decays.get(part, decay)
-            expected = follow(kind, x, slope, *of_part)
+            expected, expected_optimizer = x, toy.Optimizer(kind, decays[part])
+            for _ in range(2):
+                step = expected_optimizer(slope, expected)
+                expected = expected - factor * rates.get(part, rate) * step
             # Optax takes powers of the decays in float32.
             tolerance = 3e-5 * np.abs(expected - x) + 5e-7 * (1 + np.abs(x) + np.abs(expected))
             assert np.all(np.abs(actual - expected) <= tolerance)
 
 
-def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch):
+def test_a_batch_in_portions_makes_the_same_step(monkeypatch):
     """A full portion, one partly of padding and one of nothing else."""
-    run, sizes = toy.trajectory("ewc_lora"), []
-    frozen, mean = run.steps[1].frozen, training.mean_over_portions
-    batch = toy.make_batch(3, size=6, classes=3, padding=3)
-
-    def step(update):
-        # Factors of a fresh increment are zero on one side, which would hide what it adds.
-        trained = toy.random_like(run.steps[1].trained, 4, 0.05)
-        return update.step(backbone, frozen, trained, update.initialise(trained), batch, 1.0)
-
-    def counting(*arguments):
-        sizes.append(arguments[2])
-        return mean(*arguments)
-
-    expected = step(run.update)
-    monkeypatch.setattr(training, "mean_over_portions", counting)
+    run = toy.trajectory("ewc_lora")
+    # Factors of a fresh increment are zero on one side, which would hide what it adds.
+    given = run.steps[1].frozen, toy.random_like(run.steps[1].trained, 4, 0.05)
+    batch, calls = toy.make_batch(3, size=6, classes=3, padding=3), toy.encoder_calls(monkeypatch)
+    expected = toy.step(run, *given, batch)
     monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
-    actual = step(run.learner.update())
-    assert sizes == [2]
+    actual = toy.step(run._replace(update=run.learner.update()), *given, batch)
+    assert {len(call.arguments[2]) for call in calls} == {2}
     assert_near(actual[1:], expected[1:], 2e-4)

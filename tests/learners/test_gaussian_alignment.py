@@ -5,26 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax._src.array import ArrayImpl
 
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import gaussian_alignment
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from tests.learners import toy
 
-
-def random_gaussians(seed=0, tasks=3, classes=2, width=4):
-    rng = np.random.default_rng(seed)
-    factors = np.tril(rng.normal(size=(tasks, classes, width, width)))
-    means = rng.normal(size=(tasks, classes, width))
-    return ClassGaussians(jnp.asarray(means, jnp.float32), factors.astype(np.float32))
+SEEN = np.array([[True, True], [True, False], [False, False]])
+# Of the older of two tasks, and of the newest.
+SCALES = np.array([0.95, 1.0, 1.0])
+HEADS = {"count": np.zeros((3, 2)), "sum": np.zeros((3, 2, 4)), "steps": np.zeros(3)}
+GAUSSIANS = ClassGaussians(
+    np.random.default_rng(0).normal(size=(3, 2, 4)).astype(np.float32),
+    np.tril(np.random.default_rng(1).normal(size=(3, 2, 4, 4))).astype(np.float32),
+)
 
 
 def test_fit_of_huge_features_is_finite():
     """The ridge is far below the rounding of this covariance, where Cholesky would fail."""
     features = 1e9 * np.random.default_rng(0).normal(size=(3, 20))
-    with pytest.raises(np.linalg.LinAlgError):
-        np.linalg.cholesky(np.cov(features, rowvar=False) + 1e-4 * np.eye(20))
     _, factor = gaussian_alignment.fit(features, 1e-4)
     np.testing.assert_allclose(factor @ factor.T, np.cov(features, rowvar=False), rtol=1e-6)
 
@@ -40,14 +39,12 @@ def test_classes_that_cannot_be_fitted_are_named():
 
 
 def test_draws_have_the_moments_of_their_gaussian():
-    gaussians = random_gaussians()
-    scales = (0.95, 1.0)  # The older of two tasks, and the newest.
-    drawn = gaussian_alignment.draw(jax.random.key(0), gaussians, 20_000, 2)
+    drawn = gaussian_alignment.draw(jax.random.key(0), GAUSSIANS, 20_000, 2)
     assert drawn.shape == (3, 2, 20_000, 4)
     np.testing.assert_array_equal(drawn[2], 0)
     for task, label in np.ndindex(2, 2):
-        features, factor = toy.float64((drawn[task, label], gaussians.factors[task, label]))
-        mean = scales[task] * np.asarray(gaussians.means[task, label])
+        features, factor = toy.float64((drawn[task, label], GAUSSIANS.factors[task, label]))
+        mean = SCALES[task] * GAUSSIANS.means[task, label]
         np.testing.assert_allclose(features.mean(0), mean, atol=0.08)
         covariance, actual = factor @ factor.T, np.cov(features, rowvar=False)
         np.testing.assert_allclose(actual, covariance, atol=0.06 * np.abs(covariance).max())
@@ -62,13 +59,7 @@ def test_cross_entropy_of_zero_logits_has_a_slope():
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 
 
-SEEN = np.array([[True, True], [True, False], [False, False]])
-
-
-HEADS = {"count": np.zeros((3, 2)), "sum": np.zeros((3, 2, 4)), "steps": np.zeros(3)}
-
-
-def retrained(monkeypatch, samples, batch_size, rates, spread=1.0, seed=0, transformation=None):
+def retrained(monkeypatch, samples, batch_size, rates, seed=0, transformation=None):
     """Trains "heads" that count steps and samples, and add up features, per class."""
 
     def loss(heads, features, labels, weights, seen):
@@ -80,31 +71,15 @@ def retrained(monkeypatch, samples, batch_size, rates, spread=1.0, seed=0, trans
     monkeypatch.setattr(gaussian_alignment, "BATCH_SIZE", batch_size)
     transformation, rates = transformation or optax.identity(), np.array(rates, np.float32)
     retrain = gaussian_alignment.retraining(loss, transformation, rates)
-    gaussians = random_gaussians()
-    gaussians = gaussians._replace(factors=np.float32(spread) * gaussians.factors)
     heads = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), HEADS)
-    return jax.tree.map(np.asarray, retrain(heads, gaussians, SEEN, jax.random.key(seed)))
+    return jax.tree.map(np.asarray, retrain(heads, GAUSSIANS, SEEN, jax.random.key(seed)))
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(4, 4), (64, 1)])
 def test_an_epoch_sees_every_drawn_feature_once(monkeypatch, batch_size, steps):
-    actual = retrained(monkeypatch, 5, batch_size, [1, 1], spread=1e-6)
+    actual = retrained(monkeypatch, 5, batch_size, [1, 1])
     assert actual["steps"][0] == 2 * steps
     np.testing.assert_array_equal(actual["count"], 2 * 5 * SEEN)
-    scales = np.array([0.95, 1.0, 1.0])  # The older of two tasks, and the newest.
-    means = scales[:, None, None] * np.asarray(random_gaussians().means)
-    np.testing.assert_allclose(actual["sum"], 10 * SEEN[:, :, None] * means, atol=1e-4)
-
-
-def test_alignment_is_one_program_without_waits(monkeypatch):
-    waits, wait = [], ArrayImpl.block_until_ready
-    monkeypatch.setattr(
-        ArrayImpl, "block_until_ready", lambda array: waits.append(array) or wait(array)
-    )
-    with toy.programs_compiled() as programs:
-        retrained(monkeypatch, 5, 4, [1] * 7)
-    assert not waits
-    assert sum("jit_train" in program for program in programs) == 1
 
 
 def test_every_epoch_has_its_own_draws_and_rate(monkeypatch):
@@ -127,3 +102,9 @@ def test_batches_are_shuffled(monkeypatch):
     count = retrained(monkeypatch, 40, 40, [1], transformation=once)["count"]
     assert count[SEEN].min() >= 5
     assert count.sum() == 40
+
+
+def test_diverged_alignment_is_an_error(monkeypatch):
+    message = "alignment after task 2: expected finite heads"
+    with jax.debug_nans(False), pytest.raises(TrainingError, match=message):
+        retrained(monkeypatch, 5, 5, [np.inf])

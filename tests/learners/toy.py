@@ -1,7 +1,6 @@
 """A tiny encoder, batches of noise and short trainings, for the tests of learners."""
 
 import contextlib
-import dataclasses
 import functools
 import re
 import tempfile
@@ -12,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+import scipy.special
 
 from configs import digits
 from fdc_jax import learners
 from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
+from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from fdc_jax.run import configuration
@@ -54,8 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | dict(alignment_weight=0.9, repulsion_weight=2.0),
 }
 # Factors on the learning rates that make a few steps visible.
-RATES: dict[str, Any] = {"rsiat": (100.0, 1.0), "inflora_ca": 10, "splitlora": 400, "slca": 10}
-RATES["e2_lora"] = 100
+RATES = dict(rsiat=(100.0, 1.0), inflora_ca=10.0, splitlora=400.0, slca=10.0)
 RATE = 100.0
 
 
@@ -83,13 +84,10 @@ def make_backbone():
 
 def make_batch(seed=0, size=4, classes=2, padding=0) -> Batch:
     """Returns images of noise, with `padding` black rows of weight zero at the end."""
-    images = random_images(seed, size)
-    images[size - padding :] = 0
-    labels = (np.arange(size) % classes).astype(np.int32)
-    labels[size - padding :] = 0
-    weights = np.ones(size, np.float32)
-    weights[size - padding :] = 0.0
-    return Batch(images, labels, weights)
+    real = np.arange(size) < size - padding
+    images = random_images(seed, size) * real[:, None, None, None]
+    labels = np.arange(size) % classes * real
+    return Batch(images, labels.astype(np.int32), real.astype(np.float32))
 
 
 def shown(batches) -> tuple[np.ndarray, np.ndarray]:
@@ -104,19 +102,14 @@ def task_images(*batches: Batch, plain=()) -> training.TaskImages:
 
     def features(encoder):
         images, labels = shown(plain)
-        return np.asarray(_encode(MODEL, images, encoder)), labels
+        return np.asarray(encode(images, encoder)), labels
 
-    return training.TaskImages(
-        augmented=lambda: iter(batches),
-        plain=lambda: iter(plain),
-        features=features,
-        pretrained=lambda: features(vit.pretrained_kernels(make_backbone())),
-    )
+    return training.TaskImages(lambda: iter(batches), lambda: iter(plain), features, None)
 
 
-def copy(tree):
-    """Returns a copy of every leaf, on the devices."""
-    return jax.tree.map(jnp.array, tree)
+def placed(tree, mesh=None):
+    """Returns a copy of every leaf, placed as in a run, so that no step is compiled again."""
+    return devices.replicate(mesh or devices.data_mesh(), jax.tree.map(jnp.array, tree))
 
 
 def assert_equal(actual, expected):
@@ -141,7 +134,6 @@ class Trajectory(NamedTuple):
 
     Attributes:
         update: its step was compiled for all tasks.
-        snapshots: copies of (state, frozen) of every task, made before its first step.
         lines: those of all products in the compiled programs.
         features: `(frozen, trained, images) -> features` as the loss sees them, compiled.
     """
@@ -150,7 +142,6 @@ class Trajectory(NamedTuple):
     setup: training.LearnerSetup
     update: training.Update
     steps: list[Step]
-    snapshots: list[Any]
     lines: list[str]
     features: Any
 
@@ -168,35 +159,40 @@ def programs_compiled():
         texts.extend(path.read_text() for path in Path(folder).iterdir())
 
 
-def images_of(task, classes):
-    """Returns a task's images, augmented and plain ones that differ; the last one is padding."""
+def images_of(task, classes, mesh=None):
+    """Returns a task's images, augmented and plain ones that differ; the last one is padding.
+
+    They are split between the devices of a mesh if one is given.
+    """
 
     def batches(seed):
-        return [make_batch(seed + i, size=6, classes=classes, padding=i) for i in range(2)]
+        made = [make_batch(seed + i, size=6, classes=classes, padding=i) for i in range(2)]
+        return devices.split(mesh, made) if mesh else made
 
     return task_images(*batches(10 * task), plain=batches(10 * task + 5))
 
 
 @functools.cache
-def trajectory(name: str, classes_per_task: tuple[int, ...] = CLASSES) -> Trajectory:
+def trajectory(name, classes_per_task=CLASSES, mesh=None) -> Trajectory:
     """Trains a learner on tasks of noise, once for all tests."""
-    learner, backbone = make_learner(name, classes_per_task), make_backbone()
+    learner, backbone = make_learner(name, classes_per_task, mesh), make_backbone()
     setup = learner.setup
     update, rate = learner.update(), RATES.get(name, RATE)
-    state, steps, snapshots = learner.initial_state(), [], []
+    put = functools.partial(devices.replicate, setup.mesh)
+    state, steps = put(learner.initial_state()), []
     with programs_compiled() as programs:
         for task, classes in enumerate(classes_per_task):
-            images = images_of(task, classes)
-            designed = learner.before_task(backbone, state, task, images)
-            started = learner.start_task(backbone, designed, task, jax.random.key(task))
+            images = images_of(task, classes, mesh)
             # As in a run: arrays on other devices, or free to move, would compile a step again.
-            frozen, trained = devices.replicate(setup.mesh, started)
-            snapshots.append(jax.tree.map(np.array, (designed, frozen)))
-            started = jax.tree.map(np.array, trained)
-            progress = devices.replicate(setup.mesh, update.initialise(trained))
+            designed = put(learner.before_task(backbone, state, task, images))
+            started = learner.start_task(backbone, designed, task, jax.random.key(task))
+            frozen, trained = put(started)
+            given, started = jax.tree.map(np.array, ((designed, frozen), trained))
+            progress = put(update.initialise(trained))
             for batch in images.augmented():
                 trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
-            after = learner.after_task(backbone, designed, task, frozen, trained, images)
+            assert_equal((designed, frozen), given)
+            after = put(learner.after_task(backbone, designed, task, frozen, trained, images))
             steps.append(Step(state, designed, frozen, started, trained, images, after))
             state = after
     assert update.step._cache_size() == 1  # One compilation serves all tasks.
@@ -204,59 +200,45 @@ def trajectory(name: str, classes_per_task: tuple[int, ...] = CLASSES) -> Trajec
 
     @jax.jit
     def features(frozen, trained, images):
-        spy = ModelSpy(setup.model)
-        spied = dataclasses.replace(setup, model=spy)
         batch = make_batch(size=len(images))._replace(images=images)
-        dataclasses.replace(learner, setup=spied).loss(backbone, frozen, trained, batch)
-        return spy.returned[0]
+        with pytest.MonkeyPatch.context() as patch:
+            calls = encoder_calls(patch)
+            learner.loss(backbone, frozen, trained, batch)
+        return calls[0].features
 
-    return Trajectory(learner, setup, update, steps, snapshots, lines, features)
-
-
-class ModelSpy:
-    """An encoder that remembers what it was asked beside images and kernels, and its features."""
-
-    def __init__(self, model):
-        self.model, self.variant = model, model.variant
-        self.asked, self.returned = [], []
-
-    def apply(self, parameters, images, kernels, *rest, **options):
-        """Passes everything on."""
-        self.asked.append(rest)
-        self.returned.append(self.model.apply(parameters, images, kernels, *rest, **options))
-        return self.returned[-1]
+    return Trajectory(learner, setup, update, steps, lines, features)
 
 
-def encoded(monkeypatch):
-    """Returns a list that fills with the number of images of every further call of the encoder."""
-    sizes, encode = [], vit.encode
+class Call(NamedTuple):
+    """A call of the encoder."""
 
-    def counting(*arguments):
-        sizes.append(len(arguments[2]))
-        return encode(*arguments)
-
-    monkeypatch.setattr(vit, "encode", counting)
-    return sizes
+    arguments: tuple[Any, ...]
+    features: Any
 
 
-def value_and_gradients(update, backbone, frozen, trained, batch):
-    """Returns the loss and its gradients, from the moments of the first step, which is compiled."""
-    progress = update.initialise(trained)
-    _, progress, value = update.step(backbone, frozen, copy(trained), progress, batch, 1.0)
-    for moment, share in (("mu", 0.1), ("first", 0.1), ("trace", 1.0)):
-        sums = optax.tree.get(progress, moment)
-        if sums is not None:
-            return float(value), jax.tree.map(lambda leaf, s=share: leaf / s, float64(sums))
+def encoder_calls(monkeypatch) -> list[Call]:
+    """Returns a list that fills with every further call of the encoder."""
+    calls, encode = [], vit.encode
+
+    def recorded(*arguments):
+        calls.append(Call(arguments, encode(*arguments)))
+        return calls[-1].features
+
+    monkeypatch.setattr(vit, "encode", recorded)
+    return calls
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _encode(model, images, kernels):
-    return vit.encode(model, make_backbone(), images, kernels)
-
-
-def encode(setup, images, kernels=None):
+@jax.jit
+def encode(images, kernels=None):
     """Returns features by the compiled encoder."""
-    return _encode(setup.model, images, kernels)
+    return vit.encode(MODEL, make_backbone(), images, kernels)
+
+
+def input_moments(run, kernels, images):
+    """Returns second moments of a task's attention inputs under kernels, in float64."""
+    single = placed(jax.tree.map(np.float32, kernels))
+    moments, _ = attention_input_moments(run.setup, make_backbone(), single, images.augmented())
+    return float64(moments)
 
 
 def reference_features(images, kernels=None, adapter=None):
@@ -269,11 +251,9 @@ def reference_features(images, kernels=None, adapter=None):
 
 def reference_cross_entropy(features, head, labels, classes):
     """Returns the loss of every image over the first `classes` rows of a head, in float64."""
-    weight, bias = float64(head.weight)[:classes], float64(head.bias)[:classes]
-    logits = features @ weight.T + bias
-    peak = logits.max(axis=1, keepdims=True)
-    log_sum = peak[:, 0] + np.log(np.exp(logits - peak).sum(axis=1))
-    return log_sum - logits[np.arange(len(logits)), labels]
+    weight, bias = float64(head)
+    logits = features @ weight[:classes].T + bias[:classes]
+    return -scipy.special.log_softmax(logits, axis=1)[np.arange(len(logits)), labels]
 
 
 def slope(function, arrays, number, direction, step=1e-5):
@@ -286,21 +266,12 @@ def slope(function, arrays, number, direction, step=1e-5):
     return (values[0] - values[1]) / (2 * step)
 
 
-def differences(function, arrays):
-    """Returns the gradient of a function of float64 arrays, entry by entry."""
-    gradients = []
-    for number, array in enumerate(arrays):
-        units = np.eye(array.size).reshape(-1, *array.shape)
-        slopes = [slope(function, arrays, number, unit) for unit in units]
-        gradients.append(np.reshape(slopes, array.shape))
-    return gradients
-
-
 def descent(loss, array, optimizer, rates):
     """Returns a float64 array after a step of the optimizer for every rate."""
+    units = np.eye(array.size).reshape(-1, *array.shape)
     for rate in rates:
-        (gradient,) = differences(lambda arrays: loss(*arrays), [array])
-        array = array - rate * optimizer(gradient, array)
+        slopes = [slope(lambda arrays: loss(*arrays), [array], 0, unit) for unit in units]
+        array = array - rate * optimizer(np.reshape(slopes, array.shape), array)
     return array
 
 
@@ -311,6 +282,29 @@ def features_with(kernels, increment, images):
     return reference_features(images, merged)
 
 
+def step(run, frozen, trained, batch, backbone=None):
+    """Returns trained leaves, the state of the update and the loss after a first step."""
+    frozen, leaves = placed((frozen, trained))
+    progress = placed(run.update.initialise(leaves))
+    rate = (1.0, 1.0) if run.learner.title == "RSIAT" else 1.0
+    return run.update.step(backbone or make_backbone(), frozen, leaves, progress, batch, rate)
+
+
+def check_loss(run, frozen, trained, batch, loss, backbone=None, rtol=2e-3):
+    """Compares the loss and its gradients with `loss`, a function of the float64 leaves.
+
+    The gradients come from the moments of the first step, which is compiled. They are compared
+    along a random direction of every leaf. Returns gradients and slopes.
+    """
+    _, progress, value = step(run, frozen, trained, batch, backbone)
+    np.testing.assert_allclose(value, loss(float64(trained)), rtol=2e-4)
+    for moment, share in (("mu", 0.1), ("first", 0.1), ("trace", 1.0)):
+        sums = optax.tree.get(progress, moment)
+        if sums is not None:
+            gradients = jax.tree.map(lambda leaf, s=share: leaf / s, float64(sums))
+    return gradients, assert_slopes(loss, trained, gradients, rtol)
+
+
 def assert_slopes(loss, trained, gradients, rtol=2e-3):
     """Asserts the gradient of every leaf along a random direction; returns the slopes.
 
@@ -318,11 +312,13 @@ def assert_slopes(loss, trained, gradients, rtol=2e-3):
     """
     leaves, structure = jax.tree.flatten(float64(trained))
     rng, slopes = np.random.default_rng(0), []
+
+    def of_leaves(leaves):
+        return loss(jax.tree.unflatten(structure, leaves))
+
     for number, gradient in enumerate(jax.tree.leaves(gradients)):
         direction = rng.normal(size=gradient.shape)
-        expected = slope(
-            lambda x: loss(jax.tree.unflatten(structure, x)), leaves, number, direction
-        )
+        expected = slope(of_leaves, leaves, number, direction)
         atol = 1e-6 + rtol * np.linalg.norm(gradient)
         np.testing.assert_allclose(np.sum(gradient * direction), expected, atol=atol)
         slopes.append(expected)
