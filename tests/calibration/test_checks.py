@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn import metrics
 
 import fdc_jax
 from fdc_jax import calibration
@@ -93,9 +94,6 @@ def test_random_features_give_no_warning(caplog):
         labels = 4 * task + rng.integers(0, 4, 120)
         before = previous if task else None
         calibrator.fit_task(adapted, labels, pretrained=pretrained, previous=before)
-    for _ in range(60):
-        noise = rng.normal(size=(2, checks.FEWEST, 24)).astype(np.float32)
-        assert not checks.warn_of_swapped(noise, calibrator.unit_means)
     assert not lines(caplog)
 
 
@@ -104,11 +102,9 @@ def test_the_explained_share_is_the_between_class_share():
     labels = rng.integers(0, 3, 60)
     features = rng.normal(size=(60, 5)) + 2.0 * labels[:, None]
     means = np.stack([features[labels == label].mean(axis=0) for label in range(3)])
-    within = np.square(features - means[labels]).sum()
-    total = np.square(features - features.mean(axis=0)).sum()
+    expected = metrics.r2_score(features, means[labels], multioutput="variance_weighted")
     actual = checks.explained(features, labels)
-    assert actual.share == pytest.approx(1 - within / total, rel=1e-5)
-    assert actual.expected == pytest.approx(2 / 59, rel=0.5)
+    assert actual[:2] == (pytest.approx(expected, rel=1e-5), pytest.approx(2 / 59, rel=0.5))
 
 
 @pytest.fixture(autouse=True)

@@ -98,13 +98,12 @@ def test_waits_do_not_grow_with_tasks_and_rows(counted, put):
 def test_features_that_are_not_finite_are_named():
     tasks = streams.known(0, 3)
     calibrator = streams.fitted(tasks[:2])
-    adapted, *_ = placed = jax.device_put(streams.probe_inputs(tasks))
+    adapted, pretrained = jax.device_put(streams.probe_inputs(tasks))
     task = on_device(tasks, jax.device_put)[2]
     for value in (np.nan, 1e30):
-        wrong = placed[1].at[7, 0].set(value)
         for method in (calibrator.score, calibrator.components, calibrator.class_scores):
             with input_error("pretrained features: row 7 is not finite, or too large for float32"):
-                method(adapted, wrong)
+                method(adapted, pretrained.at[7, 0].set(value))
         with input_error(r"pretrained features of task 2 \(from 0\): row 5"):
             wrong = task.pretrained.at[5].set(value)
             calibrator.fit_task(task.adapted, task.labels, task.head, wrong)

@@ -2,11 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fdc_jax.calibration import drift
-from fdc_jax.calibration.gaussians import ViewClasses
 
 
 def pair(seed=0, count=40, width=6, noise=0.3, shift=1.0):
@@ -64,13 +61,10 @@ def test_the_ridge_has_the_least_leave_one_out_error(count, width):
 def test_a_change_without_noise_takes_the_least_ridge():
     before, after = pair(2, count=400, noise=0.0)
     assert drift.fit_map(before, after).ridge == min(drift.RIDGES)
-    same = drift.fit_map(before, before)
-    np.testing.assert_array_equal(same.matrix, np.eye(before.shape[1]))
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_equal_images_give_a_shift(count):
-    before = np.full((count, 4), 2.0, np.float32)
+def test_equal_images_give_a_shift():
+    before = np.full((2, 4), 2.0, np.float32)
     actual = drift.fit_map(before, before + np.arange(4, dtype=np.float32))
     np.testing.assert_array_equal(actual.matrix, np.eye(4))
     np.testing.assert_array_equal(actual.offset, np.arange(4))
@@ -104,22 +98,3 @@ def test_ridges_are_compared_in_few_directions(count):
     assert min(errors) < 0.9 * errors[-1]
     assert np.trace(actual.residual) < 1.01 * min(errors) / count
     assert_map_of_all(actual, before, after, atol=2e-5, offset_atol=2e-4)
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**31), count=st.integers(2, 30), width=st.integers(1, 7))
-def test_moved_statistics_are_those_of_moved_features(seed, count, width):
-    by = drift.fit_map(*pair(seed, count, width))
-    features = np.random.default_rng(seed + 1).normal(size=(11, width))
-
-    def classes(rows):
-        mean = rows.mean(axis=0)
-        factor = rows - mean
-        parts = mean[None], factor[None], factor.T @ factor
-        return ViewClasses(*(part.astype(np.float32) for part in parts))
-
-    expected = classes(by.move(features))
-    expected = expected._replace(scatter=expected.scatter + 11 * by.residual)
-    scale = 1.0 + np.abs(by.matrix).max() ** 2 + np.abs(by.residual).max()
-    for part, wanted in zip(classes(features).move(by, 11), expected, strict=True):
-        np.testing.assert_allclose(part, wanted, atol=1e-4 * scale)

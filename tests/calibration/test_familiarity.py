@@ -9,30 +9,20 @@ from tests.calibration import gaussian_reference as reference
 from tests.calibration import streams
 
 
-def fitted(samples=(60, 45, 80)):
-    """Returns Gaussians, and the unit features, labels and columns of their images."""
+@pytest.mark.parametrize("samples", [(40,), (10,)])
+def test_images_and_left_out_images_equal_float64(samples):
     tasks = streams.stream(3, 3, samples=samples)
     calibrator = streams.fitted(tasks, method="gaussians")
     features = reference.unit(np.concatenate([task.pretrained for task in tasks]))
-    return calibrator, features, np.concatenate([task.labels for task in tasks]), tasks
-
-
-def test_familiarity_of_the_pretrained_view_equals_float64():
-    calibrator, features, labels, tasks = fitted()
-    probes = streams.probe_inputs(tasks)[1][:20]
+    labels = np.concatenate([task.labels for task in tasks])
+    _, probes = streams.probe_inputs(tasks, size=20)
     expected = [reference.familiarity(x, features, labels) for x in reference.unit(probes)]
     actual, _ = familiarity.compare(calibrator._reference, probes)
-    np.testing.assert_allclose(actual, expected, rtol=1e-3)
-
-
-@pytest.mark.parametrize("samples", [(40,), (10,)])
-def test_left_out_images_equal_statistics_without_them(samples):
-    calibrator, features, labels, _ = fitted(samples)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
     counts = np.bincount(labels)
     rows = np.flatnonzero(counts[labels] > 1)[::3]
-    values, gains = familiarity.left_out(
-        calibrator._reference_of(np.float64), features[rows], labels[rows], counts
-    )
+    known = calibrator._reference_of(np.float64)
+    values, gains = familiarity.left_out(known, features[rows], labels[rows], counts)
     expected = [reference.familiarity(features[row], features, labels, row) for row in rows]
     np.testing.assert_allclose(values + gains, expected, rtol=1e-3, atol=1e-3)
     assert (gains >= 0).all()
@@ -59,20 +49,18 @@ def test_expectation_and_deviation_match_the_images():
 def test_typicality_is_the_share_of_no_more_familiar_images():
     left, columns = np.random.default_rng(0).normal(size=5000), np.arange(5000) % 2
     known = familiarity.Reference(*[np.zeros(1)] * 5, np.array([2.0, 2.0]), np.array([1.0, 1.0]))
-    kept = familiarity.Familiarity().with_task(known, left, np.zeros(5000), columns)
     later = known._replace(expected=np.array([3.0, 3.0]), deviations=np.array([4.0, 4.0]))
-    familiar = 3.0 + 4.0 * (np.quantile(left, [0.1, 0.5, 0.9]) - 2.0)
-    shares = kept.typicality(later, familiar)
-    np.testing.assert_allclose(shares, [0.1, 0.5, 0.9], atol=0.001)
+    shares = np.array([0.1, 0.5, 0.9])
+    familiar = 3.0 + 4.0 * (np.quantile(left, shares) - 2.0)
+    kept = familiarity.Familiarity()
     # The newest task has a gain of 1, and every other image takes the closest image's gain.
-    some = familiarity.Familiarity().with_task(known, left[:2500], np.zeros(2500), columns[:2500])
-    some = some.with_task(known, left[2500:], np.ones(2500), columns[2500:])
-    gained = some.typicality(later, familiar + 1.0)
-    np.testing.assert_allclose(gained, [0.1, 0.5, 0.9], atol=0.001)
-    lowest, highest = np.array([-1e9]), np.array([2.0 + kept.values.max()])
-    assert familiarity.Familiarity().typicality(known, lowest)[0] == 1.0
-    assert kept.typicality(known, lowest)[0] == 1 / 5001
-    assert kept.typicality(known, highest)[0] == 1.0  # Equally familiar images count.
+    for half in (slice(2500), slice(2500, 5000)):
+        kept = kept.with_task(known, left[half], np.ones(2500), columns[half])
+    actual = kept.typicality(later, familiar + 1.0)
+    np.testing.assert_allclose(actual, shares, atol=0.001)
+    # Equally familiar images count, the image itself among them.
+    ends = np.array([-1e9, 3.0 + kept.values.max()])
+    np.testing.assert_array_equal(kept.typicality(known, ends), [1 / 5001, 1.0])
 
 
 def test_class_means_as_adapted_features_flag_few_known_images():

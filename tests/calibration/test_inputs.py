@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
-from fdc_jax.calibration import inputs
-from fdc_jax.calibration.calibrator import weak_head
 from fdc_jax.calibration.inputs import BLOCK_ROWS
 from fdc_jax.errors import InputError
 from tests.calibration import streams
@@ -119,9 +117,8 @@ def test_settings_outside_their_range_are_named():
 
 
 def test_settings_of_numpy_become_plain_numbers():
-    calibrator = calibration.make("fdc", pac_weight=np.float32(0.5), neighbours=np.int64(2))
-    values = calibrator.settings.pac_weight, calibrator.settings.neighbours
-    assert values == (0.5, 2) and [*map(type, values)] == [float, int]
+    settings = calibration.make("fdc", pac_weight=np.float32(0.5), neighbours=np.int64(2)).settings
+    assert repr((settings.pac_weight, settings.neighbours)) == "(0.5, 2)"
 
 
 def test_unknown_names_and_settings_are_named():
@@ -144,10 +141,11 @@ def test_fdc_is_finalized_after_every_task():
     calibrator = calibration.FDC()
     with input_error("no task was fitted"):
         calibrator.finalize()
-    streams.fit(calibrator, [FIRST], dual=False).score(FIRST.adapted)
-    calibrator.fit_task(SECOND.adapted, SECOND.labels, linear())
-    with input_error("finalize, first"):
-        calibrator.score(FIRST.adapted)
+    for task in (FIRST, SECOND):
+        calibrator.fit_task(task.adapted, task.labels, task.head)
+        with input_error("finalize, first"):
+            calibrator.score(FIRST.adapted)
+        calibrator.finalize()
 
 
 @pytest.mark.parametrize("method", ["fdc", "gaussians"])
@@ -169,8 +167,7 @@ def test_wrong_batches_are_named(method):
 def test_an_empty_batch_has_empty_scores(method):
     calibrator, views = fit(method), (FIRST.adapted[:0], FIRST.pretrained[:0])
     for scores in calibrator.components(*views).values():
-        assert scores.task_scores.shape == scores.local_class.shape == (0, 2)
-        assert scores.label.shape == (0,)
+        assert scores.task_scores.shape == (0, 2) and scores.label.shape == (0,)
     assert calibrator.class_scores(*views).shape == (0, 7)
 
 
@@ -217,14 +214,6 @@ def test_the_first_head_in_another_order_is_named(warnings):
     fit(head=REVERSED, classes=[6, 5, 4, 3])
     fit(head=REVERSED, method="ncm")  # reads no head
     assert not warnings()
-
-
-@pytest.mark.parametrize(("right", "warned"), [(29, True), (30, False)])
-def test_a_head_is_warned_of_below_three_times_chance(right, warned):
-    rows = np.arange(100) % 10
-    task = inputs.TaskInput(0, [], rows, np.arange(10), np.bincount(rows), None, None)
-    predicted = np.where(np.arange(100) < right, rows, (rows + 1) % 10)
-    assert bool(weak_head(task, predicted)) == warned
 
 
 def test_a_task_without_residuals_is_warned_of(warnings):
@@ -301,18 +290,14 @@ def test_arrays_of_other_libraries_are_accepted(convert):
 )
 def test_number_types_are_widened_before_any_statistic(dtype, convert, method):
     tasks = streams.stream(8, 2)
+    probes = streams.probe_inputs(tasks)
 
-    def given(view):
-        return convert((20 * view).astype(dtype))
-
-    def widened(view):
-        return (20 * view).astype(dtype).astype(np.float32)
-
-    results = []
-    for change in (given, widened):
+    def scores(change):
         previous = [None, change(tasks[1].adapted)]
         changed = streams.mapped(tasks, change, change)
         options = {"method": method, "previous": previous, "projections": 20}
-        calibrator = streams.fitted(changed, **options)
-        results.append(calibrator.score(*map(change, streams.probe_inputs(tasks))).task_scores)
-    np.testing.assert_array_equal(*results, strict=True)
+        return streams.fitted(changed, **options).score(*map(change, probes)).task_scores
+
+    actual = scores(lambda view: convert((20 * view).astype(dtype)))
+    expected = scores(lambda view: (20 * view).astype(dtype).astype(np.float32))
+    np.testing.assert_array_equal(actual, expected, strict=True)

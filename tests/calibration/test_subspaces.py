@@ -73,38 +73,3 @@ def test_a_tpu_without_a_processor_decomposes_itself(monkeypatch):
     ((values, vectors),) = compiled.decomposed([np.diag([1.0, 3.0, 2.0])])
     np.testing.assert_array_equal(values, [3.0, 2.0, 1.0])
     np.testing.assert_array_equal(np.abs(vectors), np.eye(3)[[1, 2, 0]])
-
-
-@pytest.mark.parametrize("copies", [1, 8, 11])
-def test_repeated_samples_span_the_same_subspace(copies):
-    few = np.random.default_rng(0).normal(size=(20, 200)).astype(np.float32)
-    mean, basis = mean_and_basis(np.tile(few, (copies, 1)), 1.0)
-    assert basis.shape == (19, 200)
-    centred = few.astype(np.float64) - mean
-    np.testing.assert_allclose(centred @ basis.T @ basis, centred, atol=1e-4)
-
-
-@pytest.mark.parametrize(("samples", "width"), [(1, 4), (60, 200), (700, 200)])
-def test_equal_samples_have_no_subspace(samples, width):
-    row = np.random.default_rng(0).normal(size=width).astype(np.float32) * 1e3
-    mean, basis = mean_and_basis(np.tile(row, (samples, 1)), 0.75)
-    assert basis.shape == (0, width)
-    np.testing.assert_array_equal(mean, row)
-
-
-@pytest.mark.parametrize(
-    ("variances", "share", "count", "rank"),
-    [
-        ([4, 3, 2, 1], 0.4, 100, 1),
-        ([4, 3, 2, 1], 0.41, 100, 2),
-        ([4, 3, 2, 1], 1.0, 100, 4),
-        ([1, 0, 0], 1.0, 100, 1),
-        # No more than the samples span; rounding below zero counts as zero.
-        ([1, 1, 1, 1], 1.0, 3, 2),
-        ([1, -0.5, -0.5], 0.9, 100, 1),
-        ([0, 0], 0.9, 9, 0),
-    ],
-)
-def test_rank_is_the_fewest_components(variances, share, count, rank):
-    descending = np.array(variances, float)
-    assert compiled.retained_ranks(descending, 1e-6, [share, 0.1], count)[0] == rank

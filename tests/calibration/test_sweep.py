@@ -44,21 +44,15 @@ def test_a_sweep_equals_refits_with_every_setting(kind):
             assert [len(v.basis) for v in task.views] == [len(v.basis) for v in wanted.views]
 
 
-def test_calibrators_of_a_sweep_learn_further_tasks():
-    tasks = streams.stream(9, 4)
-    views = streams.probe_inputs(tasks)
-    swept = streams.fit(sweep.Sweep(SETTINGS[:2]), tasks[:3]).calibrators[1]
-    alone = streams.fitted(tasks, **SETTINGS[1])
-    assert_scores_agree(streams.fit(swept, tasks[3:]).score(*views), alone.score(*views))
-
-
-def test_a_sweep_of_one_view_and_rewritten_heads():
+def test_a_sweep_of_one_view_has_rewritten_heads_and_grows():
     tasks = streams.stream(11, 3, classes=(3, 4))
     adapted, _ = streams.probe_inputs(tasks)
-    heads = [task._replace(weight=task.weight[::-1]).head for task in tasks]
-    swept = streams.fit(sweep.Sweep(SETTINGS[::9]), tasks, dual=False)
+    heads = [task._replace(weight=task.weight[::-1]).head for task in tasks[:2]]
+    swept = streams.fit(sweep.Sweep(SETTINGS[::9]), tasks[:2], dual=False)
     swept.replace_heads(heads)
     for settings, terms in zip(SETTINGS[::9], swept.terms(adapted), strict=True):
-        refit = streams.fitted(tasks, dual=False, **settings)
+        refit = streams.fitted(tasks[:2], dual=False, **settings)
         refit.replace_heads(heads)
         assert_scores_agree(terms.fuse(), refit.score(adapted))
+    both = [streams.fit(one, tasks[2:], dual=False) for one in (swept.calibrators[-1], refit)]
+    assert_scores_agree(*(calibrator.score(adapted) for calibrator in both))

@@ -96,12 +96,11 @@ def test_evaluation_keeps_the_order(photo_source):
     indices = np.array([5, 1, 1, 9, 0])
     batches = EvaluationBatches(photo_source, indices, None, 2, image_size=16, workers=3)
     pixels, labels, weights = map(np.concatenate, zip(*batches, strict=True))
-    for row, index in enumerate(indices.tolist()):
-        image = photo_source.image(index)
-        assert_array_equal(pixels[row], images.evaluation_transform(image, 16))
+    shown = [images.evaluation_transform(photo_source.image(int(i)), 16) for i in indices]
+    assert_array_equal(pixels[:5], shown)
     assert_array_equal(labels[:5], photo_source.labels[indices])
     assert weights.tolist() == [1, 1, 1, 1, 1, 0]
-    assert_array_equal(evaluation_images(photo_source, indices, 16), pixels[:5])
+    assert_array_equal(evaluation_images(photo_source, indices, 16), shown)
     assert evaluation_images(photo_source, indices[:0], 16).shape == (0, 16, 16, 3)
 
 
@@ -116,13 +115,12 @@ def counting(source):
     return dataclasses.replace(source, read=read), counts
 
 
-def test_evaluation_cache_keeps_the_same_pixels(photo_source):
+def test_evaluation_cache_keeps_pixels_of_a_size(photo_source):
     source, counts = counting(photo_source)
-    cache = ByteCache(5 * 16 * 16 * 3 + 1)
-    options = dict(cache=cache, workers=1)
+    options = dict(cache=ByteCache(5 * 16 * 16 * 3 + 1), workers=1)
     batches = EvaluationBatches(source, np.arange(8), None, 4, image_size=16, **options)
     assert_same([*batches], [*batches])
-    assert [counts[index] for index in range(8)] == [1, 1, 1, 1, 1, 2, 2, 2]
+    assert [counts[index] for index in range(8)] == [1] * 5 + [2] * 3
     (smaller,) = EvaluationBatches(source, np.arange(3), None, 4, image_size=8, **options)
     assert smaller.images.shape == (4, 8, 8, 3)
 

@@ -11,37 +11,29 @@ from fdc_jax.data.dataset import class_checksums
 from tests.errors import input_error
 
 
-@pytest.mark.parametrize("per_class", [0, 3])
-def test_tasks_have_the_first_images_of_class_after_class(plain_source, per_class):
-    labels = np.random.default_rng(0).integers(0, 5, 50, np.int32)
-    data = dataclasses.replace(plain_source(50), labels=labels)
-    fields = dict(class_order=tuple("30142"), train_per_class=per_class, test_per_class=per_class)
-    stream = build(data, data, -1, classes_per_task=(2, 3), **fields)
-    rows = [np.flatnonzero(labels == label)[: per_class or None] for label in (3, 0, 1, 4, 2)]
-    for task, expected in enumerate((rows[:2], rows[2:])):
-        assert_array_equal(stream.train_indices[task], np.concatenate(expected))
-    assert_array_equal(stream.test_indices, np.concatenate(rows))
-
-
 def build(train, test, seed, known=task_stream.NONE_LEARNED, **fields):
     """A stream by a seed of the class order and other fields of a configuration."""
     return task_stream.build(train, test, known, class_order_seed=seed, **fields)
 
 
 def test_a_stream_numbers_classes_as_they_arrive(plain_source):
-    fields = dict(classes_per_task=2, train_per_class=3)
-    stream = build(plain_source(23), plain_source(11), 4, **fields)
+    data = dataclasses.replace(plain_source(50), labels=np.random.default_rng(0).integers(0, 5, 50))
+    fields = dict(classes_per_task=2, train_per_class=3, test_per_class=4)
+    stream = build(data, data, 4, **fields)
     order = benchmarks.class_order(5, 4)
     assert stream.class_names == [str(label) for label in order]
     assert stream.classes_per_task == (2, 2, 1) and stream.first_position.tolist() == [0, 2, 4]
-    for task, indices in enumerate(stream.train_indices):
-        positions = stream.train_labels(task)
-        assert_array_equal(order[positions], stream.train.labels[indices])
-        assert_array_equal(positions // 2, task)
-        assert len(positions) == 3 * stream.classes_per_task[task]
-    assert_array_equal(order[stream.test_labels], stream.test.labels[stream.test_indices])
-    assert sorted(stream.test_indices) == list(range(11))
-    assert_array_equal(stream.test_labels // 2, stream.test_tasks)
+    rows = [np.flatnonzero(data.labels == label) for label in order]  # class after class
+    for task in range(3):
+        positions = range(5)[2 * task : 2 * task + 2]
+        assert_array_equal(stream.train_labels(task), np.repeat(positions, 3))
+        expected = [rows[position][:3] for position in positions]
+        assert_array_equal(stream.train_indices[task], np.concatenate(expected))
+    assert_array_equal(stream.test_labels, np.repeat(range(5), 4))
+    assert_array_equal(stream.test_indices, np.concatenate([part[:4] for part in rows]))
+    assert_array_equal(stream.test_tasks, np.repeat([0, 0, 1, 1, 2], 4))
+    named = build(data, data, 4, classes_per_task=5, class_order="30142")
+    assert named.class_names == [*"30142"] and len(named.test_indices) == 50
 
 
 @pytest.mark.parametrize("share, per_class", [(0.01, 4), (0.25, 0), (0.99, 0)])
@@ -116,9 +108,7 @@ def test_checksums_are_of_names_labels_and_pixels_in_any_order(plain_source):
     assert len({variant.checksum for variant in (data, *variants)}) == 4
     backward = dataclasses.replace(data, labels=data.labels[::-1], ids=data.ids[::-1])
     assert backward.checksum == data.checksum
-    test = dataclasses.replace(data, split="test")
-    before = class_checksums(data, test).items()
+    before = class_checksums(data, data).items()
     for variant in variants[:2]:
-        of_test = dataclasses.replace(variant, split="test")
-        for splits in ((variant, test), (data, of_test)):
+        for splits in ((variant, data), (data, variant)):
             assert {name for name, _ in before - class_checksums(*splits).items()} == {"4"}
