@@ -38,6 +38,11 @@ def records(*names):
     return by_program
 
 
+V5E = records("v5e", "v5e_256")
+MILLISECONDS = {program: V5E[program, 64]["milliseconds"] for program, size in V5E if size == 64}
+TRAINED = [name for name in learners.names(trained=True) if name in MILLISECONDS]
+
+
 def memory(record):
     """Returns GiB of temporary memory as the page has them."""
     return f"{record['memory_bytes']['temporary'] / GIB:.2f}"
@@ -51,47 +56,40 @@ def cells(record):
 
 def programs():
     """Returns a row per program of Cumulative-LoRA, its batch size and target."""
-    estimates = {"v5e": records("v5e", "v5e_256"), "v6e": records("v6e")}
-    return [
-        [f"{name} of {size} images", f"TPU {target}", *cells(by_program[program, size])]
-        for program, name in (("cumulative_lora", "step"), ("extraction", "extraction"))
-        for size in (64, 256)
-        for target, by_program in estimates.items()
-    ]
+    rows = []
+    for program, name in (("cumulative_lora", "step"), ("extraction", "extraction")):
+        for size in (64, 256):
+            for target, estimates in (("v5e", V5E), ("v6e", records("v6e"))):
+                title = f"{name} of {size} images"
+                rows.append([title, f"TPU {target}", *cells(estimates[program, size])])
+    return rows
 
 
 def steps():
     """Returns a row per learner, its step of 64 images on v5e."""
-    estimates = records("v5e")
-    names = [name for name in learners.names(trained=True) if (name, 64) in estimates]
-    return [[learners.title(name), *cells(estimates[name, 64])] for name in names]
+    return [[learners.title(name), *cells(V5E[name, 64])] for name in TRAINED]
 
 
 def passes():
     """Returns a row per pass before or after a task: its estimate, and divided by the step's."""
-    estimates = records("v5e")
-    step = estimates["cumulative_lora", 64]["milliseconds"]
     rows = []
     for program, name in NAMES.items():
-        record = estimates[program, 64]
-        estimate = record["milliseconds"]
-        seconds = f"{record['compile_processor_seconds']:.0f}"
-        rows.append([name, f"{estimate:.1f}", f"{estimate / step:.2f}", memory(record), seconds])
+        estimate = MILLISECONDS[program]
+        quotient = f"{estimate / MILLISECONDS['cumulative_lora']:.2f}"
+        seconds = f"{V5E[program, 64]['compile_processor_seconds']:.0f}"
+        rows.append([name, f"{estimate:.1f}", quotient, memory(V5E[program, 64]), seconds])
     return rows
 
 
 def shares():
     """Returns a row per learner with passes: how many, and their share of passes and training."""
-    estimates, rows = records("v5e"), []
+    rows = []
     for name, numbers in PASSES.items():
-        if (name, 64) not in estimates:
-            continue
-        extra = 0.0
-        for program, count in numbers.items():
-            extra += count * estimates[program, 64]["milliseconds"]
-        training = EPOCHS * estimates[name, 64]["milliseconds"]
-        counts = [str(numbers.get(program, "")) for program in NAMES]
-        rows.append([learners.title(name), *counts, f"{100 * extra / (extra + training):.0f}"])
+        if name in TRAINED:
+            extra = sum(count * MILLISECONDS[program] for program, count in numbers.items())
+            share = extra / (extra + EPOCHS * MILLISECONDS[name])
+            counts = [str(numbers.get(program, "")) for program in NAMES]
+            rows.append([learners.title(name), *counts, f"{100 * share:.0f}"])
     return rows
 
 
@@ -99,9 +97,8 @@ def on_h100():
     """Returns a row per program, its temporary memory on one H100."""
     estimates = records("h100")
     titles = NAMES | {"extraction": "extraction"}
-    names = dict.fromkeys(program for program, _ in estimates)
     rows = []
-    for name in names:
+    for name in dict.fromkeys(program for program, _ in estimates):
         title = titles.get(name) or learners.title(name)
         rows.append([title, *(memory(estimates[name, size]) for size in (64, 256))])
     return rows
@@ -122,9 +119,9 @@ def test_tables_equal_their_files(header, expected):
 
 
 def test_scoring_equals_its_file():
-    of_file, page = records("v5e"), (REPOSITORY / PAGE).read_text()
-    scoring, extraction = (of_file[name, 64]["milliseconds"] for name in ("scoring", "extraction"))
-    assert f"for 20 tasks in {scoring:.3f} ms on v5e, beside {extraction:.1f} ms" in page
+    scoring, extraction = MILLISECONDS["scoring"], MILLISECONDS["extraction"]
+    text = f"for 20 tasks in {scoring:.3f} ms on v5e, beside {extraction:.1f} ms"
+    assert text in (REPOSITORY / PAGE).read_text()
 
 
 def test_page_names_command_and_commit_of_every_file():

@@ -1,6 +1,5 @@
 """Arguments of the public functions: a wrong value is an InputError that names the argument."""
 
-import itertools
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 
 import fdc_jax
-from fdc_jax import calibration, export, heads, report
+from fdc_jax import calibration, export, report
 from fdc_jax.errors import InputError
 from fdc_jax.estimator import ContinualClassifier
 from fdc_jax.features import feature_files
@@ -35,11 +34,8 @@ class PathOf:
 
 NO_PATHS = {
     "None": None,
-    "number": 0,
     "bytes": b"/tmp/x.npz",
-    "array": np.zeros(2),
     "path of bytes": PathOf(b"x.npz"),
-    "path of None": PathOf(None),
     "empty": "",
     "NUL": "a\0b.npz",
     "surrogate": "\ud800.npz",
@@ -62,8 +58,6 @@ def test_a_value_that_is_no_path_is_an_input_error(tmp_path, monkeypatch, fdc, k
         (fdc_jax.open_run, path),
         (feature_files.load, path),
         (feature_files.write_test, path, FIRST.adapted),
-        (feature_files.write_task, path, 0, FIRST.adapted, FIRST.labels, FIRST.head),
-        (feature_files.write_final_heads, path, []),
         (export.write, path, "export"),
         (report.write, [path], "report"),
         (report.write, ["run"], path),
@@ -101,10 +95,6 @@ WRONG = {
     "complex": lambda array: array.astype(complex),
     "truth values": lambda array: array > 0,
     "text": lambda array: array.astype(str),
-    "records": lambda array: np.zeros(array.shape, [("x", "f4")]),
-    "dates": lambda array: array.astype("i8").astype("M8[s]"),
-    "number": lambda array: 3,
-    "array of no dimension": lambda array: np.float32(3),
     "dictionary": lambda array: {"x": array},
 }
 # Names in messages by argument.
@@ -128,12 +118,10 @@ def test_fit_task_names_the_argument(argument, kind):
     assert calibrator.num_tasks == 1
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WRONG if kind != "array of no dimension"])
+@pytest.mark.parametrize("kind", WRONG)
 def test_heads_and_batches_are_named(fdc, kind):
     wrong = WRONG[kind]
     for field in ("weight", "bias"):
-        if (field, kind) == ("bias", "number"):
-            continue
         head = SECOND.head._replace(**{field: wrong(getattr(SECOND.head, field))})
         with input_error(f"^head {field} of task 1 .from 0.: "):
             streams.fitted([FIRST]).fit_task(**second(head=head))
@@ -146,17 +134,10 @@ def test_heads_and_batches_are_named(fdc, kind):
             fdc.score(**batch)
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [
-        SECOND.labels + np.nan,
-        *(np.full(ROWS, value) for value in (10**30, 2**63)),
-        np.full((ROWS, 1), 3),
-    ],
-)
-def test_labels_that_are_no_integers_are_named(labels):
-    with input_error(r"^labels of task 1 .from 0.: "):
-        streams.fitted([FIRST]).fit_task(**second(labels=labels, classes=None))
+def test_labels_that_are_no_integers_are_named():
+    for labels in (SECOND.labels + np.nan, np.full(ROWS, 2**63), SECOND.labels[:, None]):
+        with input_error(r"^labels of task 1 .from 0.: "):
+            streams.fitted([FIRST]).fit_task(**second(labels=labels, classes=None))
 
 
 def test_all_signed_64_bit_integers_are_labels():
@@ -167,35 +148,24 @@ def test_all_signed_64_bit_integers_are_labels():
         assert set(calibrator.score(SECOND.adapted).label) <= set(labels.tolist())
 
 
-def test_an_array_whose_mask_hides_nothing_is_accepted(fdc):
-    unmasked = np.ma.masked_array(FIRST.adapted, mask=False)
-    expected = fdc.score(FIRST.adapted, FIRST.pretrained).task_scores
-    assert_array_equal(fdc.score(unmasked, FIRST.pretrained).task_scores, expected)
-
-
-@pytest.mark.parametrize("heads_given", [None, 3, 1.5, len])
+@pytest.mark.parametrize("heads_given", [None, 3, len])
 def test_heads_that_are_no_sequence_are_named(fdc, heads_given):
     with input_error(r"^heads: expected one per task, 2, found "):
         fdc.replace_heads(heads_given)
 
 
-@pytest.mark.parametrize(
-    "setting, value",
-    [
-        *itertools.product(("projections", "seed"), (None, -1, 2.5, "7", True, np.nan, [3])),
-        ("projections", 10**30),
-    ],
-)
+@pytest.mark.parametrize("setting", ["projections", "seed"])
 @pytest.mark.parametrize("method", ["ranpac", "anacp-pretrained"])
-def test_random_features_need_integers(method, setting, value):
-    with input_error(f"^{setting}: expected a whole number from "):
-        calibration.make(method, **{setting: value})
+def test_random_features_need_integers(method, setting):
+    for value in (None, -1, 2.5, "7", True, np.nan, [3]):
+        with input_error(f"^{setting}: expected a whole number from "):
+            calibration.make(method, **{setting: value})
     assert vars(calibration.make(method, **{setting: np.int64(3)}))[setting] == 3
 
 
 def test_the_estimator_refuses_masked_values():
-    given = {"X": SECOND.adapted, "y": SECOND.labels}
-    for name, values in (given | {"tasks": np.zeros(ROWS, int)}).items():
+    given = {"X": SECOND.adapted, "y": SECOND.labels, "tasks": np.zeros(ROWS, int)}
+    for name, values in given.items():
         with input_error(f"^{name}: expected an array without a mask"):
             ContinualClassifier().fit(**given | {name: masked(values)})
     with input_error(r"^X: expected an array without a mask"):
@@ -204,37 +174,19 @@ def test_the_estimator_refuses_masked_values():
 
 def test_runs_name_wrong_tasks_and_images(finished_run):
     run = fdc_jax.open_run(Path(finished_run))
-    for task in (1.5, "1", None, -1, True, [1], 99):
+    for task in (1.5, "1", None, -1, True, 99):
         with input_error(f"^{finished_run}: "):
             run.encoder(task)
     image = np.zeros((8, 8), np.uint8)
-    for images in (masked(image), image.view(np.matrix), None, 3, b"x", [None], "a\0b", [0.5]):
+    for images in (masked(image), image.view(np.matrix), None, b"x", [None], "a\0b"):
         with pytest.raises(InputError):
             run.predict(images)
-    for top in (0, 2.5, "3", None, True):
+    for top in (0, 2.5, "3", True):
         with input_error(r"^top: expected a whole number from 1 on"):
             run.predict(image, top=top)
-    for name in (3, "..", "*", "nosuch", b"fdc", "/etc", "a\0b"):
+    for name in (3, "..", "*", "/etc", "a\0b"):
         with pytest.raises(InputError):
             run.calibrator(name)
-
-
-class Tensor:
-    """A stand-in for a tensor of PyTorch that requires a gradient, on another device."""
-
-    def __init__(self, array, calls=()):
-        self.array, self.calls = array, {*calls}
-
-    def __array__(self, dtype=None, copy=None):
-        if self.calls != {"detach", "cpu"}:
-            raise TypeError("PyTorch converts tensors without gradients on the host alone.")
-        return np.array(self.array, dtype)
-
-    def detach(self):
-        return Tensor(self.array, {*self.calls, "detach"})
-
-    def cpu(self):
-        return Tensor(self.array, {*self.calls, "cpu"})
 
 
 def layer_of_nnx(weight, bias):
@@ -245,36 +197,29 @@ def layer_of_nnx(weight, bias):
 
 
 def layer_of_torch(weight, bias):
-    return SimpleNamespace(in_features=16, weight=Tensor(weight), bias=Tensor(bias))
-
-
-def parameters_of_torch(weight, bias):
-    return heads.LinearHead(Tensor(weight), Tensor(bias))
+    return SimpleNamespace(in_features=16, weight=weight, bias=bias)
 
 
 def parameters_of_linen(weight, bias):
     return {"kernel": weight.T, "bias": bias}
 
 
-@pytest.mark.parametrize(
-    "made", [parameters_of_torch, layer_of_torch, parameters_of_linen, layer_of_nnx]
-)
+@pytest.mark.parametrize("made", [layer_of_torch, parameters_of_linen, layer_of_nnx])
 def test_linear_layers_of_other_libraries_are_heads(made):
     head = made(SECOND.weight, SECOND.bias)
     for method in ("fdc", "vim"):  # the latter needs linear heads
         expected = calibration.make(method)
         actual = calibration.make(method)
-        expected.fit_task(SECOND.adapted, SECOND.labels, SECOND.head)
-        actual.fit_task(SECOND.adapted, SECOND.labels, head)
-        actual.finalize()
-        streams.same_scores(actual, streams.fit(expected, []), [SECOND.adapted])
+        for calibrator, given in ((expected, SECOND.head), (actual, head)):
+            calibrator.fit_task(SECOND.adapted, SECOND.labels, given)
+            calibrator.finalize()
+        streams.same_scores(actual, expected, [SECOND.adapted])
         actual.replace_heads([head])
         streams.same_scores(actual, expected, [SECOND.adapted])
 
 
 def test_a_layer_without_a_bias_is_a_head():
-    layer = SimpleNamespace(in_features=16, weight=Tensor(SECOND.weight), bias=None)
-    for head in (layer, {"kernel": SECOND.weight.T}):
+    for head in (layer_of_torch(SECOND.weight, None), {"kernel": SECOND.weight.T}):
         calibrator = calibration.make("raw")
         calibrator.fit_task(SECOND.adapted, SECOND.labels, head)
         scores = calibrator.class_scores(SECOND.adapted)

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.sparse
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
 from sklearn.linear_model import Ridge
@@ -49,15 +48,10 @@ NAMES = np.array([f"class {c}" for c in (7, 3, 9, 1, 0, 5, 8, 2, 4)])
 TASKS = streams.stream(3, 3)
 
 
-@pytest.fixture(scope="module")
-def tasks():
-    return TASKS
-
-
 @pytest.mark.parametrize("calibrator", BOTH)
-def test_tasks_one_by_one_give_the_calibrators_scores(tasks, calibrator):
+def test_tasks_one_by_one_give_the_calibrators_scores(calibrator):
     estimator = FDCClassifier(calibrator, views=VIEWS)
-    for task in tasks:
+    for task in TASKS:
         estimator.partial_fit(
             np.hstack([task.adapted, task.pretrained]),
             NAMES[task.labels],
@@ -65,33 +59,31 @@ def test_tasks_one_by_one_give_the_calibrators_scores(tasks, calibrator):
             head=streams.head_of(task, "linear"),
             previous=task.adapted,
         )
-    previous = [task.adapted for task in tasks]
-    expected = streams.fit(calibration.make(calibrator), tasks, previous=previous)
-    views = streams.probe_inputs(tasks)
+    previous = [task.adapted for task in TASKS]
+    expected = streams.fit(calibration.make(calibrator), TASKS, previous=previous)
+    views = streams.probe_inputs(TASKS)
     scores = expected.score(*views)
     inputs = np.hstack(views)
     assert_array_equal(estimator.predict(inputs), NAMES[scores.label])
     assert_array_equal(estimator.predict_task(inputs), scores.task)
-    assert estimator.classes_.tolist() == sorted(NAMES)
     columns = np.argsort(NAMES)
+    assert_array_equal(estimator.classes_, NAMES[columns])
+    assert_array_equal(estimator.class_tasks_, np.repeat([0, 1, 2], [3, 4, 2])[columns])
     by_class = expected.class_scores(*views)[:, columns]
     assert_array_equal(estimator.decision_function(inputs), by_class)
-    assert_array_equal(estimator.class_tasks_, np.repeat([0, 1, 2], [3, 4, 2])[columns])
-    assert estimator.score(inputs, NAMES[scores.label]) == 1.0
 
 
-def together(tasks):
+def together():
     """Samples of all tasks in random order: two views, labels, tasks."""
-    arrays = [[t.adapted for t in tasks], [t.pretrained for t in tasks], [t.labels for t in tasks]]
-    arrays.append([np.full(len(t.rows), number) for number, t in enumerate(tasks)])
-    columns = [np.concatenate(parts) for parts in arrays]
+    arrays = [(t.adapted, t.pretrained, t.labels, 0 * t.labels + n) for n, t in enumerate(TASKS)]
+    columns = [np.concatenate(parts) for parts in zip(*arrays, strict=True)]
     order = np.random.default_rng(0).permutation(len(columns[0]))
     return [column[order] for column in columns]
 
 
 @pytest.mark.parametrize("kind", [FDCClassifier, ContinualClassifier])
-def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, kind):
-    adapted, pretrained, labels, of_task = together(tasks)
+def test_all_tasks_at_once_are_the_same_as_one_by_one(kind):
+    adapted, pretrained, labels, of_task = together()
     X = np.hstack([adapted, pretrained])
     turned = np.hstack([pretrained, adapted])
     at_once = kind(views=VIEWS).fit(X, labels, tasks=10.0 * of_task)
@@ -104,46 +96,42 @@ def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, kind):
     name = "fdc" if kind is FDCClassifier else "gaussians"
     assert type(at_once.calibrator_) is type(calibration.make(name))
     # Without tasks there is one, whose classes no other competes with.
-    alone = kind().fit(adapted, labels)
-    assert not alone.predict_task(adapted).any()
-    assert not alone.class_tasks_.any()
+    assert not kind().fit(adapted, labels).class_tasks_.any()
 
 
-def test_the_heads_are_ridge_regression_and_class_means(tasks):
-    features, rows = tasks[0].adapted, tasks[0].rows
+def test_the_heads_are_ridge_regression_and_class_means():
+    features, rows = TASKS[0].adapted, TASKS[0].rows
     inputs = np.hstack([features, np.ones((len(rows), 1))])
     targets = np.eye(3)[rows]
     order = np.random.default_rng(0).permutation(len(rows))
     fitted, held_out = np.split(order, [int(0.8 * len(rows))])
-    everything = slice(None)
 
-    def ridge(penalty, samples):
-        estimator = Ridge(penalty, fit_intercept=False, solver="svd")
-        return estimator.fit(inputs[samples], targets[samples])
+    def predicted(penalty, samples):
+        ridge = Ridge(penalty, fit_intercept=False, solver="svd")
+        return ridge.fit(inputs[samples], targets[samples]).predict(inputs)
 
     def error(penalty):
-        predicted = ridge(penalty, fitted).predict(inputs[held_out])
-        return ((predicted - targets[held_out]) ** 2).mean()
+        errors = predicted(penalty, fitted) - targets
+        return (errors[held_out] ** 2).mean()
 
     penalty = min(10.0 ** np.arange(-8, 9), key=error)
     actual = closed_form_head("ridge", features, rows).logits(features)
-    assert_allclose(actual, ridge(penalty, everything).predict(inputs), atol=1e-5)
+    assert_allclose(actual, predicted(penalty, order), atol=1e-5)
     means = np.stack([features[rows == c].mean(axis=0, dtype=np.float64) for c in range(3)])
     actual = closed_form_head("nearest_mean", features, rows).logits(features)
     assert_allclose(actual, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
 
 
-def test_settings_are_searched_and_cloned(tasks):
-    adapted, _, labels, of_task = together(tasks)
+def test_settings_are_searched_and_cloned():
+    adapted, _, labels, of_task = together()
     frame = pd.DataFrame(adapted).add_prefix("f")
-    settings = [{"pac_weight": weight, "attenuation": 0.25} for weight in (0.0, 2.0)]
-    grid = [{"settings": settings}, {"calibrator": ["gaussians"]}]
+    settings = {"pac_weight": 2.0, "attenuation": 0.25}
+    grid = [{"settings": [settings]}, {"calibrator": ["gaussians"]}]
     search = GridSearchCV(FDCClassifier(), grid, cv=2, error_score="raise")
     search.fit(frame, labels, tasks=of_task)
-    assert len(search.cv_results_["params"]) == 3
     assert search.best_estimator_.feature_names_in_.tolist() == list(frame)
-    actual = clone(FDCClassifier(settings=settings[1])).fit(frame, labels, tasks=of_task)
-    assert actual.calibrator_.settings == calibration.Settings(pac_weight=2.0, attenuation=0.25)
+    actual = clone(FDCClassifier(settings=settings)).fit(frame, labels, tasks=of_task)
+    assert actual.calibrator_.settings == calibration.Settings(**settings)
 
 
 FIRST, SECOND = ({"X": task.adapted, "y": task.labels} for task in TASKS[:2])
@@ -152,7 +140,6 @@ ONE_CLASS = TASKS[1].rows == 0
 MISTAKES = {
     "again": (FIRST, "class 0 belongs to an earlier task, and those of a task must be new; fit d"),
     "twice": (SECOND | {"classes": [3, 4, 5, 6, 6]}, "classes: expected each label once"),
-    "label of no class": (SECOND | {"classes": [3, 4, 5, 7]}, "y: 6 is not in classes"),
     "class without samples": (
         SECOND | {"classes": [3, 4, 5, 6, 7]},
         "classes: expected a sample of every class",
@@ -184,12 +171,11 @@ def test_mistakes_change_nothing(mistake):
     assert estimator.partial_fit(**SECOND).calibrator_.num_tasks == 2
 
 
-def test_wrong_settings_and_shapes_are_named(tasks):
-    X, y = tasks[0].adapted, tasks[0].labels
+def test_wrong_settings_and_shapes_are_named():
+    X, y = FIRST.values()
     for wrong, message in (
         ({"calibrator": "fcd"}, "calibrator: expected one of .*, found 'fcd'; did you mean fdc"),
         ({"settings": {"pack_weight": 1.0}}, "setting of fdc: .* did you mean pac_weight"),
-        ({"settings": {"pac_weight": -1.0}}, "pac_weight: expected"),
         ({"calibrator": "ncm", "settings": {"k": 1}}, "settings: ncm has none, found k"),
         ({"views": 2}, r"views: expected such as \(slice.*not iterable"),
         ({"views": (0, 99)}, "views: expected such as .*out of bounds"),
@@ -198,23 +184,21 @@ def test_wrong_settings_and_shapes_are_named(tasks):
     ):
         with input_error(message):
             FDCClassifier(**wrong).fit(X, y)
-    with pytest.raises(TypeError, match=r"[Ss]parse data"):
-        FDCClassifier().fit(scipy.sparse.csr_matrix(X), y)
     with pytest.raises(ValueError, match="inconsistent numbers of samples"):
         FDCClassifier().fit(X, y, tasks=[0, 1])
     with pytest.raises(ValueError, match="class 0 belongs to an earlier task"):
         FDCClassifier().fit(X, y, tasks=np.arange(len(y)) % 2)
 
 
-def test_gaussians_accept_single_class_tasks_and_note_no_drift(tasks):
+def test_gaussians_accept_single_class_tasks_and_note_no_drift():
     estimator = FDCClassifier("gaussians")
-    for task in tasks[:2]:
+    for task in TASKS[:2]:
         rows = task.rows == 0
         estimator.partial_fit(task.adapted[rows], task.labels[rows])
     assert estimator.classes_.tolist() == [0, 3]
     assert "without drift compensation" in estimator.calibrator_.note
     with input_error("previous features of task 2"):
-        estimator.partial_fit(tasks[2].adapted, tasks[2].labels, previous=tasks[2].adapted)
+        estimator.partial_fit(TASKS[2].adapted, TASKS[2].labels, previous=TASKS[2].adapted)
 
 
 def test_importing_the_package_loads_nothing_heavy():
@@ -250,7 +234,7 @@ def fit():
 
 def predict(classifier):
     try:
-        return classifier.predict(X).tolist()
+        return classifier.predict(X)
     except InputError as error:
         return str(error)
 
@@ -258,18 +242,16 @@ if __name__ == "__main__":
     with multiprocessing.get_context("fork").Pool(1) as pool:
         print(pool.apply_async(fit).get(timeout=100))
     fitted = FDCClassifier().fit(X, y, y // 2)
-    for method in ("fork", "forkserver"):
-        with multiprocessing.get_context(method).Pool(1) as pool:
-            answer = pool.apply_async(predict, (fitted,)).get(timeout=100)
-        print(answer if isinstance(answer, str) else answer == fitted.predict(X).tolist())
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        print(pool.apply_async(predict, (fitted,)).get(timeout=100))
 """
 
 
 @pytest.mark.ci
-def test_a_forked_process_is_an_error_and_a_new_one_predicts(tmp_path):
+def test_a_process_that_is_forked_after_the_use_of_jax_is_an_error(tmp_path):
     (tmp_path / "program.py").write_text(FORKED)
     root = str(Path(fdc_jax.__file__).resolve().parents[1])
     output = small_runs.python(tmp_path / "program.py", env=os.environ | {"PYTHONPATH": root})
-    shape, forked, new = output.splitlines()
+    shape, forked = output.splitlines()
+    assert shape == "(80,)"
     assert forked.startswith("this process was forked from one that has used JAX")
-    assert (shape, new) == ("(80,)", "True")

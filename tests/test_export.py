@@ -55,24 +55,23 @@ def test_an_export_answers_alone_as_the_run_does(state, request, tmp_path, monke
     exported = fdc_jax.open_run((tmp_path / "out").rename(tmp_path / "moved"))
     small_runs.assert_equal(answers(exported, images), expected)
     assert_array_equal(exported.predictions["fdc_label"][ROWS], expected["fdc label"])
-    assert (exported.num_tasks, exported.class_names) == (2, run.class_names)
     assert exported.results.accuracy == run.results.accuracy
     np.testing.assert_equal(exported.heads(), heads)
-    assert (exported.folder / "timm").exists()
     for t in (1, 3):
         with input_error(r"is an export, .* but E_0 and E_2"):
             exported.encoder(t)
 
 
 def test_changed_files_of_an_export_are_refused(out):
+    """tests/test_fuzz.py changes all of them."""
     known = json.loads((out / "manifest.json").read_text())["sha256"]
     assert {*known, "manifest.json"} == {*small_runs.contents(out)}
-    for name in ("merged.safetensors", "results.json"):
-        content = (out / name).read_bytes()
-        (out / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with input_error(rf"{name}: is not what was written; export the run"):
-            fdc_jax.open_run(out)
-        (out / name).write_bytes(content)
+    path = out / "merged.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with input_error(r"merged.safetensors: is not what was written; export the run"):
+        fdc_jax.open_run(out)
+    path.write_bytes(content)
     for name in ("predictions.npz", "manifest.json"):
         (out / name).unlink()
         with input_error(name):
@@ -122,10 +121,6 @@ def remove_fdc(workdir):
         path.unlink()
 
 
-def rename_gaussians(workdir):
-    shutil.copy(workdir / "calibrators/gaussians.npz", workdir / "calibrators/fdc.npz")
-
-
 def move_labels(workdir):
     columns = small_runs.predictions(workdir)
     columns["fdc_label"] = (columns["fdc_label"] + 1) % 10
@@ -135,16 +130,12 @@ def move_labels(workdir):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (rename_gaussians, r"fdc.npz: expected a calibrator fdc, found Gaussians"),
         (remove_fdc, r"run: expected the calibrator fdc, found none"),
         (
             lambda run: put_gaussians(run, 7),
-            r"gaussians.npz: is of another run: expected features of width",
+            r"gaussians.npz: .*another run: expected features of w",
         ),
-        (
-            lambda run: put_gaussians(run, sizes=(4, 6)),
-            r"gaussians.npz: is of another run: other classes or tasks",
-        ),
+        (lambda run: put_gaussians(run, sizes=(4, 6)), r"gaussians.npz: .*: other classes or t"),
         (put_gaussians, r"gaussians.npz: is of another run: other heads"),
         (move_labels, r"predictions.npz: is of another run: expected an accuracy of"),
     ],
@@ -157,18 +148,17 @@ def test_files_of_another_run_are_not_exported(finished_run, tmp_path, change, m
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_same_run_gives_the_same_bytes(finished_run, tmp_path, capsys):
+def test_the_same_run_gives_the_same_bytes(finished_run, tmp_path):
+    """Nothing tells of the machine."""
     workdir = small_runs.copied(finished_run, tmp_path / "run")
     for name in ("config.json", "results.json"):
         record = json.loads((workdir / name).read_text())
         record.get("config", record)["data.source"] = str(tmp_path / "images")
         (workdir / name).write_text(json.dumps(record))
     for name in ("one", "two"):
-        assert export.main([str(workdir), str(tmp_path / name)]) == 0
-    assert f"wrote {tmp_path / 'two'}" in capsys.readouterr().out
+        assert export.main([str(workdir), str(tmp_path / name), "--quiet"]) == 0
     files = small_runs.contents(tmp_path / "one")
     assert files == small_runs.contents(tmp_path / "two")
-    # Nothing tells of the machine.
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
     assert not configuration.OF_A_HOST & json.loads(files["config.json"]).keys()
 
@@ -190,7 +180,6 @@ def test_encoder_in_timms_layout_gives_features_of_the_run(finished_run, out):
         ("results.json", (), r"/run: unfinished: no results.json, 2 tasks done"),
         ("checkpoints", (), r"expected a checkpoint of the run"),
         (None, ("--weights=absent.npz",), r"found no file absent.npz"),
-        ("fewer tasks", (), r"results are of 1 task, and it has learned 2; let"),
         ("out", (), r"out: exists already; name a folder that does not"),
     ],
 )
@@ -198,10 +187,6 @@ def test_unsupported_exports_are_one_line(finished_run, tmp_path, capsys, moved,
     workdir = small_runs.copied(finished_run, tmp_path / "run")
     if moved == "out":
         (tmp_path / "out").mkdir()
-    elif moved == "fewer tasks":
-        results = small_runs.results(workdir)
-        results |= {"num_tasks": 1, "curve": results["curve"][:1]}
-        (workdir / "results.json").write_text(json.dumps(results))
     elif moved:
         (workdir / moved).rename(tmp_path / "elsewhere")
     before = [*tmp_path.iterdir()]

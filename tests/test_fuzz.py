@@ -3,7 +3,6 @@
 A kind and a number determine a mutation; `-m slow` tries 200 of every kind.
 """
 
-import collections
 import contextlib
 import copy
 import functools
@@ -40,37 +39,36 @@ def damaged(rng, path):
     content = bytearray(path.read_bytes())
     for _ in range(rng.integers(1, 5)):
         start = int(rng.integers(0, len(content) + 1))
-        match rng.integers(0, 7):
+        match rng.integers(0, 6):
             case 0 | 1 | 2 if start < len(content):
                 content[start] ^= 1 << int(rng.integers(0, 8))
             case 3:
                 del content[start:]
             case 4:
-                del content[start : start + int(rng.integers(1, 60))]
-            case 5:
                 content[start:start] = rng.bytes(int(rng.integers(1, 20)))
-            case 6:
+            case 5:
                 content[start : start + 8] = b"\xff" * 8
     path.write_bytes(bytes(content))
 
 
 def altered_json(rng, path):
-    """Removes, renames, wraps, scales or replaces one value."""
+    """Removes, renames, wraps, negates or replaces one value."""
     root = node = [json.loads(path.read_text())]
     key = 0
     while isinstance(node[key], dict | list) and node[key] and rng.random() < 0.9:
         node = node[key]
         keys = [*node] if isinstance(node, dict) else range(len(node))
         key = keys[rng.integers(len(keys))]
+    value = node[key]
     match rng.integers(0, 8):
         case 0 if node is not root:
             del node[key]
         case 1 if isinstance(node, dict):
             node[f"{key}x"] = node.pop(key)
         case 2:
-            node[key] = [node[key]]
-        case 3 if isinstance(node[key], int | float):
-            node[key] *= float(rng.choice([-1, 0.5, 2, 1e9]))
+            node[key] = [value]
+        case 3 if isinstance(value, int | float):
+            node[key] = -1e9 * value
         case _:
             node[key] = copy.deepcopy(VALUES[rng.integers(len(VALUES))])
     path.write_text(json.dumps(root[0]))
@@ -85,7 +83,7 @@ def altered_arrays(rng, path):
     rows = np.atleast_1d(array)
     others = [array[None], array.T, array.ravel(), rows[:0], rows[:1], np.r_[rows, rows[:1]]]
     if array.dtype.kind in "biuf":
-        others += [array.astype(dtype) for dtype in ("f2", "f8", "i1", "i8", "u8", "?")]
+        others += [array.astype(dtype) for dtype in ("f2", "f8", "i1", "u8", "?")]
         spot = np.arange(rows.size).reshape(rows.shape) == rng.integers(0, max(rows.size, 1))
         others += [np.where(spot, value, rows) for value in (np.nan, np.inf, 1e38, -1, 2**62)]
     index = rng.integers(-2, len(others))
@@ -196,7 +194,6 @@ def manifests(path):
 
 # Kind: the files, how they are mutated, what reads them, and whether anything in them tells an
 # altered value from an honest one, so that no other answer is accepted.
-RIGHT = {"same answer", "one line", "what the file says"}
 KINDS = {
     "config": ("run/config.json", altered_json, run, False),
     "results": ("run/results.json", altered_json, run, False),
@@ -225,44 +222,17 @@ KINDS = {
 }
 
 
-def equal(one, other):
-    with contextlib.suppress(AssertionError):
-        np.testing.assert_equal(one, other)
-        return True
-    return False
-
-
-def outcomes_of(base, kind, numbers):
-    """Returns how often each outcome came about; a wrong outcome is a line."""
-    pattern, mutate, read, exact = KINDS[kind]
-    paths = sorted(path for path in base.glob(pattern) if path.is_file())
-    top = pattern.partition("/")[0]
-    expected = jax.tree.map(np.asarray, read(base, top))
-    outcomes = collections.Counter()
-    for number in numbers:
-        rng = np.random.default_rng([number, *kind.encode()])
-        path = paths[rng.integers(len(paths))]
-        before = {file: file.read_bytes() for file in (path, *manifests(path))}
-        path.unlink()  # Its arrays may still be mapped.
-        path.write_bytes(before[path])
-        try:
-            with np.errstate(all="ignore"):
-                mutate(rng, path)
-            with warnings.catch_warnings(action="error"):
-                answer = jax.tree.map(np.asarray, read(base, top))
-            other = "another answer" if exact else "what the file says"
-            outcome = "same answer" if equal(answer, expected) else other
-        except InputError as error:
-            names = {*path.relative_to(base).parts} & {*re.split("[/: ]", str(error))}
-            plain = escaped(str(error)) == str(error)
-            outcome = "one line" if names and plain else repr(error)
-        except Exception as error:
-            outcome = repr(error)
-        outcomes[outcome if outcome in RIGHT else f"{number}: {path.name}: {outcome}"] += 1
+@contextlib.contextmanager
+def restored(path):
+    before = {file: file.read_bytes() for file in (path, *manifests(path))}
+    path.unlink()  # Its arrays may still be mapped.
+    path.write_bytes(before[path])
+    try:
+        yield
+    finally:
         path.unlink()
         for file, content in before.items():
             file.write_bytes(content)
-    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -275,4 +245,23 @@ def base(tmp_path_factory, finished_run):
 @pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_give_the_same_answer_or_one_line(base, kind, count):
-    assert outcomes_of(base, kind, range(count)).keys() <= RIGHT
+    pattern, mutate, read, exact = KINDS[kind]
+    paths = sorted(path for path in base.glob(pattern) if path.is_file())
+    top = pattern.partition("/")[0]
+    expected = jax.tree.map(np.asarray, read(base, top))
+    for number in range(count):
+        rng = np.random.default_rng([number, *kind.encode()])
+        path = paths[rng.integers(len(paths))]
+        with restored(path), warnings.catch_warnings():
+            with np.errstate(all="ignore"):
+                mutate(rng, path)
+            warnings.simplefilter("error")
+            try:
+                answer = jax.tree.map(np.asarray, read(base, top))
+            except InputError as error:
+                words = {*re.split("[/: ]", str(error))}
+                assert words & {*path.relative_to(base).parts}, (number, error)
+                assert escaped(str(error)) == str(error)
+            else:
+                if exact:
+                    np.testing.assert_equal(answer, expected, f"{number}: {path.name}")

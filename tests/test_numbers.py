@@ -1,5 +1,6 @@
 """Measured numbers of the README and docs/ against their files in results/."""
 
+import collections
 import csv
 import json
 import re
@@ -65,54 +66,45 @@ def shown(number):
 
 @pytest.fixture(scope="module")
 def reduced():
-    """Mean and deviation of SLCA and Cumulative-LoRA on reduced CIFAR-100, by quantity."""
+    """Mean and deviation on reduced CIFAR-100, by learner and quantity."""
     runs = saved("gaussians_definition")["further"]["runs"]
     numbers = {}
-    for learner in ("cumulative_lora", "slca"):
-        numbers[learner] = of = {}
-        for kind in ("raw", "fdc", "present", "stays", "one_pass", "task_given"):
-            of[kind] = spread([run[kind] for run in runs if run["learner"] == learner])
+    for name, learner in (("Cumulative-LoRA", "cumulative_lora"), ("SLCA", "slca")):
+        for kind in ("raw", "fdc", "stays", "present", "one_pass", "task_given"):
+            values = [run[kind] for run in runs if run["learner"] == learner]
+            numbers[name, kind] = spread(values)
     accuracy = saved("cifar100_reduced")["accuracy"]
     for kind, name in (("raw", "raw"), ("fdc", "fdc"), ("task_given", "oracle")):
-        numbers["cumulative_lora"][kind] = shown(accuracy[name])
+        numbers["Cumulative-LoRA", kind] = shown(accuracy[name])
     return numbers
 
 
-def test_the_first_screens_quote_the_same_record(reduced):
-    table = rows("README.md", "| CIFAR-100 in 20 tasks")
-    for name, learner in (("Cumulative-LoRA", "cumulative_lora"), ("SLCA", "slca")):
-        texts = [reduced[learner][kind] for kind in ("raw", "fdc", "present")]
-        means = [float(text.partition(" ")[0]) for text in texts]
-        assert [float(cell) for cell in table[name]] == pytest.approx(means, abs=0.0501)
-    ((first, cells),) = rows("docs/index.md", "| heads alone").items()
-    assert [first, *cells] == [f"{cell} %".strip(" %") for cell in table["Cumulative-LoRA"]]
-
-
-def test_class_gaussians_beyond_the_paper(reduced):
-    table = rows("docs/beyond.md", "| | FDC | class Gaussians | adapted view alone |")
-    for name, learner in (("Cumulative-LoRA", "cumulative_lora"), ("SLCA", "slca")):
-        kinds = ("fdc", "present", "one_pass")
-        assert table[name] == [reduced[learner][kind].partition(" ")[0] for kind in kinds]
+def test_class_gaussians_of_reduced_cifar100(reduced):
     table = rows("docs/results.md", "| | Raw | FDC | class Gaussians, stored | followed |")
-    for name, learner in (("Cumulative-LoRA, 20", "cumulative_lora"), ("SLCA (", "slca")):
-        (cells,) = (cells for row, cells in table.items() if row.startswith(name))
-        kinds = ("raw", "fdc", "stays", "present", "task_given")
-        assert [cell.replace("*", "") for cell in cells] == [reduced[learner][k] for k in kinds]
+    kinds = ("raw", "fdc", "stays", "present", "task_given")
+    for row, name in (
+        ("Cumulative-LoRA, 20 tasks, three seeds", "Cumulative-LoRA"),
+        ("SLCA (`--config.learner.name=slca`), 20 tasks, three seeds", "SLCA"),
+    ):
+        assert table[row] == [reduced[name, kind] for kind in kinds]
+    ((first, cells),) = rows("docs/index.md", "| heads alone").items()
+    for cell, kind in zip([first, *cells], ("raw", "fdc", "present"), strict=True):
+        assert float(cell) == round(float(reduced["Cumulative-LoRA", kind][:5]), 1)
 
 
-# Headings of columns, by quantity, of tables with a row per learner.
+# Quantities of tables with a row per learner, by the heading of a column.
 QUANTITIES = {
-    "raw": ("Raw", "heads alone"),
-    "fdc": ("FDC", "FDC, all components on"),
-    "present": ("class Gaussians", "followed", "present"),
-    "one_pass": ("adapted view alone", "one pass"),
-    "task_given": ("task given",),
+    **dict.fromkeys(("Raw", "heads alone"), "raw"),
+    **dict.fromkeys(("FDC", "FDC, all components on"), "fdc"),
+    **dict.fromkeys(("class Gaussians", "followed", "present"), "present"),
+    **dict.fromkeys(("adapted view alone", "one pass"), "one_pass"),
+    "task given": "task_given",
 }
 
 
-def test_a_quantity_of_an_experiment_has_one_value_on_all_pages():
+def test_a_quantity_of_an_experiment_has_one_value_on_all_pages(reduced):
     """The label of a row is the experiment; labels of other experiments say what differs."""
-    values = {}
+    values = {key: {text.partition(" ")[0]} for key, text in reduced.items()}
     for page in (REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")):
         headings = []
         for line in page.read_text().splitlines():
@@ -124,11 +116,10 @@ def test_a_quantity_of_an_experiment_has_one_value_on_all_pages():
             label = re.sub(r"[\[\]]|\(.*?\)|, 20 tasks, three seeds", "", cells[0]).strip()
             if label not in ("SLCA", "Cumulative-LoRA", *LEARNERS):
                 continue
-            for quantity, names in QUANTITIES.items():
-                for heading, cell in zip(headings, cells, strict=False):
-                    number = re.match(r"\d+\.\d+", cell)
-                    if heading in names and number:
-                        values.setdefault((label, quantity), set()).add(number[0])
+            for heading, cell in zip(headings, cells, strict=False):
+                number = re.match(r"\d+\.\d+", cell)
+                if heading in QUANTITIES and number:
+                    values.setdefault((label, QUANTITIES[heading]), set()).add(number[0])
     assert len(values) >= 25
     for experiment, texts in values.items():
         exact = max(texts, key=len)
@@ -155,27 +146,24 @@ def test_numbers_of_e2_lora(name):
 
 def test_components_of_reduced_cifar100():
     record = saved("cifar100_reduced")
+    numbers = record["components"] | {"task given": record["accuracy"]["oracle"]}
     table = rows("docs/results.md", "| Cumulative-LoRA | accuracy | gain |")
-    names = {name.lower().replace(" ", ""): cells for name, cells in table.items()}
-    keys = {"fdc": "full", "fdc,adaptedviewonly": "adapted_view"}
-    keys |= {"fdc,pretrainedviewonly": "pretrained_view"}
-    for name, cells in names.items():
-        if name == "taskgiven":
-            number = record["accuracy"]["oracle"]
-        else:
-            number = record["components"][keys.get(name, name)]
-        assert cells[0] == shown(number), name
+    for view in ("adapted", "pretrained"):
+        table[f"{view}_view"] = table.pop(f"FDC, {view} view only")
+    table["full"] = table.pop("FDC")
+    for name, cells in table.items():
+        key = name if name in numbers else name.lower().replace(" ", "")
+        assert cells[0] == shown(numbers[key]), name
 
 
 @pytest.mark.parametrize("name", LEARNERS)
 def test_learners_of_reduced_cifar100(name):
     cells = rows("docs/results.md", "| | Raw | FDC, the paper's components |")[name]
     runs = saved("cifar100_reduced_learners")["learners"][LEARNERS[name]].values()
-    expected = [spread([run["accuracy"]["raw"] for run in runs])]
-    expected.append(spread([run["selected"]["accuracy"] for run in runs]))
-    expected.append(spread([run["accuracy"]["fdc"] for run in runs]))
-    expected.append(spread([run["accuracy"]["oracle"] for run in runs]))
-    assert cells == expected
+    expected = [spread([run["selected"]["accuracy"] for run in runs])]
+    for calibrator in ("raw", "fdc", "oracle"):
+        expected.append(spread([run["accuracy"][calibrator] for run in runs]))
+    assert [cells[1], cells[0], *cells[2:]] == expected
 
 
 def test_pytorch_and_the_digits_command_agree():
@@ -204,20 +192,18 @@ def league_mean(records, column, digits):
 
 def test_league():
     heads = {"raw": "Raw", "fdc": "FDC", "gaussians": "class Gaussians"}
-    runs = {}
+    runs = collections.defaultdict(list)
     for record in csv_rows("league"):
         if record["method"] == "frozen encoder" or record["class_order"] != "1993":
             continue
         code = record["code"].partition("/")[2] or "ours"
         others_head = code != "ours" and record["calibrator"] == "raw"
         head = "own" if others_head else heads[record["calibrator"]]
-        key = (record["method"], code, head, record["passes"])
-        benchmarks = runs.setdefault(key, {"cifar100_reduced": [], "caltech101_66": []})
-        benchmarks[record["benchmark"]].append(record)
+        runs[record["benchmark"], record["method"], code, head, record["passes"]].append(record)
     table = table_under("docs/studies/league.md", "| method | code | head | passes |")
-    assert len(table) == len(runs)
+    assert len(table) == len({key[1:] for key in runs})
     for *key, rate, seeds, accuracy, behind, average, routing, seconds, photographs in table:
-        records = runs[tuple(key)]["cifar100_reduced"]
+        records = runs["cifar100_reduced", *key]
         first = records[0]
         assert rate.removeprefix("× ") == (first["learning_rate_factor"] or "–")
         assert seeds == ", ".join(record["seed"] for record in records)
@@ -228,19 +214,20 @@ def test_league():
         assert average == league_cell(records, "average_incremental_accuracy")
         assert routing == league_mean(records, "routing_accuracy", 2)
         assert seconds == league_mean(records, "processor_seconds", 0)
-        assert photographs == league_cell(runs[tuple(key)]["caltech101_66"], "accuracy")
+        assert photographs == league_cell(runs["caltech101_66", *key], "accuracy")
 
 
 def test_checkpoints():
     rows = {row["what"]: row["seconds"] for row in saved("performance/checkpoints")["rows"]}
     page = (REPOSITORY / "docs/performance.md").read_text()
     learners = "cumulative_lora, 33 MiB", "slca, 1434 MiB"
-    stops = [rows[f"checkpoint of {name}, stops training"] for name in learners]
-    writes = [rows[f"checkpoint of {name}, is written"] for name in learners]
-    processor = [f"{row['processor']:.2f} s" for row in (*stops, *writes)]
+    times = []
+    for event in ("stops training", "is written"):
+        times += [rows[f"checkpoint of {name}, {event}"] for name in learners]
+    processor = [f"{row['processor']:.2f} s" for row in times]
     assert f"| {processor[0]}, {processor[1]} | until it is written" in page
     assert f"a synchronous checkpoint: {processor[2]}, {processor[3]} |" in page
-    clock = [f"{row['clock']:.2g}" for row in (*stops, *writes)]
+    clock = [f"{row['clock']:.2g}" for row in times]
     text = " ".join(page.split())
     assert f"{clock[0]} and {clock[1]} s by the clock, and {clock[2]} and {clock[3]} s" in text
 

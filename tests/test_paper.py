@@ -1,7 +1,6 @@
 """The command for all runs of the paper: plan, runs in processes of their own, several workers."""
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -10,9 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -33,9 +31,14 @@ ALONE = Worker("", {}, ())
 NINE = "cumulative_lora ewc_lora sd_lora splitlora inflora inflora_ca lora_subtraction loda rsiat"
 
 
-def dry_run(monkeypatch, capsys, *arguments):
-    """Returns the printed plan, without measurements."""
+@pytest.fixture(autouse=True)
+def no_measurements(monkeypatch):
+    """Plans without measurements, in this process."""
     monkeypatch.setattr(measurements, "machine_facts", lambda runs, timed, stop: {})
+
+
+def dry_run(capsys, *arguments):
+    """Returns the printed plan."""
     assert command.main([*arguments, "--dry_run"]) == 0
     return capsys.readouterr().out
 
@@ -57,38 +60,31 @@ def planned(workdir, benchmark, learner_names, seeds, *fields):
 def test_the_plan_has_135_runs_the_most_valuable_first(tmp_path, monkeypatch, capsys):
     for file in ("ImageNet-A.zip", "CUB200.ZIP"):
         (tmp_path / file).touch()
-    (tmp_path / "omnibenchmark" / "train" / "1").mkdir(parents=True)
-    (tmp_path / "omnibenchmark" / "train" / "1" / "1.png").touch()
+    (tmp_path / "omnibenchmark" / "train").mkdir(parents=True)
     monkeypatch.setattr(plan, "open_input", lambda shared, config, fetch: "ready")
-    text = dry_run(monkeypatch, capsys, f"--data={tmp_path}", f"--workdir={tmp_path / 'runs'}")
-    actual = [row[1:4] for row in rows(text)]
+    text = dry_run(capsys, f"--data={tmp_path}", f"--workdir={tmp_path / 'runs'}")
     titles = [benchmarks.BENCHMARKS[name].title for name in paper.benchmarks()]
     learned = [learners.title(name) for name in NINE.split()]
-    assert actual == [[b, n, f"seed {s}"] for s in "123" for n in learned for b in titles]
-    assert len(actual) == 135
-    (of_r,) = [line for line in text.splitlines() if line.startswith("missing: ")]
-    page = benchmarks.ARCHIVES["imagenet_r"][1]
-    assert of_r == (
-        "missing: ImageNet-R: put imagenet-r (archive or folder; size not published) into "
-        f"--data=FOLDER, {page}"
-    )
+    expected = [[b, n, f"seed {s}"] for s in "123" for n in learned for b in titles]
+    assert [row[1:4] for row in rows(text)] == expected
+    (line,) = re.findall("^missing: .*", text, re.MULTILINE)
+    assert line.startswith("missing: ImageNet-R: put imagenet-r (archive or folder; size not ")
+    assert line.endswith(benchmarks.ARCHIVES["imagenet_r"][1])
     assert not (tmp_path / "runs").exists()
 
 
-def test_plan_shows_finished_and_stopped_runs(
-    finished_run, stopped_run, tmp_path, cache, monkeypatch, capsys
-):
+def test_plan_shows_finished_and_stopped_runs(finished_run, stopped_run, tmp_path, capsys):
     folder = tmp_path / "digits" / "cumulative_lora"
     for seed, run in ((1, finished_run), (2, stopped_run), (3, finished_run)):
         shutil.copytree(run, folder / f"seed_{seed}")
     config = folder / "seed_2" / "config.json"
     config.write_text(config.read_text().replace('"seed": [\n    1', '"seed": [\n    2'))
     arguments = [*DIGITS, *SMALL, "--config.calibrators=fdc,gaussians", f"--workdir={tmp_path}"]
-    text = dry_run(monkeypatch, capsys, *arguments)
+    text = dry_run(capsys, *arguments)
     states = ["done", "to do", "stopped", "to do", "other", "to do"]
     assert [row[4] for row in rows(text)] == states
     with files.locked(folder / "seed_2" / ".worker"):
-        assert rows(dry_run(monkeypatch, capsys, *arguments))[2][4] == "running"
+        assert rows(dry_run(capsys, *arguments))[2][4] == "running"
 
 
 def test_hours_follow_from_finished_runs(finished_run, tmp_path):
@@ -100,17 +96,14 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
     longer = planned(*given, "--config.train.epochs=4")
     needed, needed_longer = plan.needs(runs, {}), plan.needs([runs[0], *longer[1:]], {})
     assert (needed[0].hours, needed[0].gib) == (0, 0)
-    device = small_runs.results(finished_run)["device"]
-    assert needed[1].source == f"{device} (finished runs)"
+    assert needed[1].source.endswith(" (finished runs)")
     timing = small_runs.results(finished_run)["timing"]
-    parts = ("training", "compile", "test_extraction", "extraction_compile")
-    parts += tuple(f"{view}_extraction" for view in ("adapted", "pretrained", "previous"))
-    spent = sum(timing[f"{part}_seconds"] for part in parts)
-    spent += sum(timing["fit_seconds"].values()) + sum(timing["score_seconds"].values())
-    spent += sum(timing["fit_compile_seconds"].values())
-    assert needed[1][0] * 3600 == pytest.approx(spent)
+    parts = {name for name in timing if name.endswith("seconds")}
+    parts -= {"input_wait_seconds", "processor_seconds"}  # of training, and of everything
+    spent = [timing[name] for name in parts]
+    assert needed[1].hours * 3600 == pytest.approx(sum(jax.tree.leaves(spent)))
     # Two epochs of 120 images, and 120 + 0.5 * 60 * 1.5 forward passes as half of one.
-    ratio = needed_longer[1][0] / needed[1][0]
+    ratio = needed_longer[1].hours / needed[1].hours
     assert ratio == pytest.approx((4 * 120 + 120 + 45) / (2 * 120 + 120 + 45))
 
 
@@ -121,7 +114,7 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
         (["--learners=sdlora"], "fdc_jax.paper: --learners: .*sd_lora"),
         (["--config.seed=1"], "--config.seed: expected --seeds"),
         (["--data=nowhere"], "--data: expected a folder, found nowhere"),
-        (["--seeds=one"], r"config.seed\[0\]: expected a whole number, found 'one'"),
+        (["--benchmarks=cub200", "--quiet"], "missing: CUB-200: put cub "),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
         (["--reference=nowhere.csv"], "nowhere.csv: unreadable"),
         (
@@ -138,27 +131,6 @@ def test_wrong_arguments_of_the_paper_are_one_line(arguments, message, capsys, t
 
 
 # Runs ---------------------------------------------------------------------------------------------
-
-
-def start(workdir, cache, *arguments, digits=DIGITS):
-    """Starts the command in a process of its own."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "fdc_jax",
-            "paper",
-            *digits,
-            *SMALL,
-            f"--workdir={workdir}",
-            *arguments,
-        ],
-        cwd=small_runs.REPOSITORY,
-        env=os.environ | {"FDC_JAX_CACHE": str(cache)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_hours_of_the_paper_follow_settings_and_learners(tmp_path):
@@ -179,14 +151,12 @@ def test_hours_of_the_paper_follow_settings_and_learners(tmp_path):
     )
 
 
-def test_damaged_archive_and_absent_weights_are_named_once(tmp_path, monkeypatch, capsys):
+def test_damaged_archive_and_absent_weights_are_named_once(tmp_path, capsys):
     (tmp_path / "cub.zip").touch()
-    arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--dry_run"]
+    arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}"]
     arguments += [f"--workdir={tmp_path / 'runs'}", f"--config.cache_dir={tmp_path / 'cache'}"]
-    monkeypatch.setattr(measurements, "machine_facts", lambda runs, timed, stop: {})
-    assert command.main([*arguments, "--learners=cumulative_lora,sd_lora"]) == 0
-    text = capsys.readouterr().out
-    (line,) = [line for line in text.splitlines() if line.startswith("missing: ")]
+    text = dry_run(capsys, *arguments, "--learners=cumulative_lora,sd_lora")
+    (line,) = re.findall("^missing: .*", text, re.MULTILINE)
     assert line.startswith("missing: CUB-200: ") and str(tmp_path / "cub.zip") in line
     assert [row[4] for row in rows(text)] == ["no data", "to do"] * 4
     assert "weights augreg B/16: to be downloaded" in text
@@ -198,14 +168,14 @@ def test_fetch_without_a_network_names_what_to_get(tmp_path, monkeypatch, capsys
         raise OSError(101, "Network is unreachable")
 
     monkeypatch.setattr("socket.getaddrinfo", refuse)
-    arguments = ["--benchmarks=cifar100", "--learners=cumulative_lora", "--seeds=1", "--fetch"]
+    arguments = ["--benchmarks=cifar100", ONE[1], "--fetch"]
     arguments += [f"--workdir={tmp_path / 'runs'}", f"--config.cache_dir={tmp_path / 'cache'}"]
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     assert command.main(arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "missing: " in line]
-    assert len(lines) == 2
-    assert any("CIFAR-100: cannot download https://" in line for line in lines)
-    assert any("weights augreg B/16: cannot download weights" in line for line in lines)
+    lines = re.findall("missing: (.*)", capsys.readouterr().err)
+    (images, weights) = sorted(lines)
+    assert images.startswith("CIFAR-100: cannot download https://")
+    assert weights.startswith("weights augreg B/16: cannot download weights")
     assert not (tmp_path / "runs").exists()
 
 
@@ -215,7 +185,6 @@ def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, ca
 
     def attempt(run, stop, worker, quiet):
         performed.append((run.benchmark, run.config.seed[0]))
-        (run.folder).mkdir(parents=True, exist_ok=True)
         if run.benchmark == "cub200":
             return Outcome(2, "fdc_jax.run: x.jpg: it is damaged")
         return Outcome(3, "the loss is nan")
@@ -226,7 +195,6 @@ def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, ca
         return "ready"
 
     monkeypatch.setattr(workers, "attempt", attempt)
-    monkeypatch.setattr(measurements, "machine_facts", lambda runs, timed, stop: {})
     monkeypatch.setattr(plan, "open_input", open_input)
     (tmp_path / "cub.zip").touch()
     arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--workers=1"]
@@ -238,21 +206,17 @@ def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("platform", "chips", "text", "variables"),
+    ("platform", "name", "text", "values"),
     [
-        ("gpu", 2, "auto", [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "7"}]),
-        ("gpu", 2, "1", [{"CUDA_VISIBLE_DEVICES": "5"}]),
-        ("tpu", 1, "auto", [{"TPU_VISIBLE_CHIPS": "0"}]),
-        ("cpu", 1, "1", [{}]),
+        ("gpu", "CUDA_VISIBLE_DEVICES", "auto", ["5", "7"]),
+        ("tpu", "TPU_VISIBLE_CHIPS", "1", ["0"]),
     ],
 )
-def test_workers_share_the_visible_devices(platform, chips, text, variables, monkeypatch):
+def test_workers_share_the_visible_devices(platform, name, text, values, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    machine = estimate.Machine(1.0, {}, 8, "", platform=platform, chips=chips)
+    machine = estimate.Machine(1.0, {}, 8, "", platform=platform, chips=2)
     actual = workers.share_devices(text, {(): machine})
-    assert len(actual) == len(variables)
-    for worker, expected in zip(actual, variables, strict=True):
-        assert expected.items() <= worker.environment.items()
+    assert [worker.environment[name] for worker in actual] == values
 
 
 def test_workers_on_processors_divide_the_cores(monkeypatch):
@@ -267,47 +231,33 @@ def test_two_workers_perform_every_run_once_and_side_by_side(tmp_path):
     config = small_runs.config(tmp_path)
     runs = [plan.PlannedRun("digits", name, tmp_path / name, (), config) for name in "abcd"]
     both = threading.Barrier(2)
-    performed, ended = [], []
+    ended = []
 
     def attempt(run, stop, worker, quiet):
         both.wait(timeout=60)
-        performed.append(run)
-        return Outcome(0, "")
+        return Outcome(0, run.learner)
 
     def end(run, outcome):
-        ended.append(run)
+        ended.append(outcome.line)
 
     workers.work(runs, [ALONE, ALONE], attempt, end, {}, StopRequest(), True)
-    for actual in (performed, ended):
-        assert sorted(run.learner for run in actual) == [*"abcd"]
+    assert sorted(ended) == [*"abcd"]
 
 
-def commands(folder):
-    """Returns the commands in the log of a run."""
-    lines = (folder / "log.txt").read_text().splitlines()
-    return [line for line in lines if line.startswith("+ python -m fdc_jax run ")]
-
-
-def test_missing_data_are_named_once(tmp_path, capsys):
-    arguments = ["--benchmarks=cub200,imagenet_a", "--seeds=1", f"--workdir={tmp_path}"]
-    assert command.main(arguments) == 2
-    errors = capsys.readouterr().err
-    for title in ("CUB-200: put cub ", "ImageNet-A: put imagenet-a "):
-        assert errors.count(f"fdc_jax.paper: missing: {title}") == 1
-
-
-def test_a_log_that_the_disk_has_no_room_for_is_named(tmp_path):
-    (log := tmp_path / "log.txt").symlink_to("/dev/full")
+def test_a_locked_run_is_left_to_its_worker(tmp_path):
     run = plan.PlannedRun("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
-    line = f"cannot write {log}: No space left on device"
+    for name in (".worker", ".lock"):
+        with files.locked(tmp_path / name):
+            assert workers.attempt(run, StopRequest(), ALONE, True) is None
+    run.log.symlink_to("/dev/full")
+    line = f"cannot write {run.log}: No space left on device"
     assert workers.attempt(run, StopRequest(), ALONE, True) == Outcome(2, line)
 
 
 def test_last_lines_of_a_stopped_run_are_shown_once(tmp_path, monkeypatch, capsys):
     """The run is on the cores of its worker."""
     program = "import sys; sys.stdin.read(); print('after task 1/2: raw 1.00')"
-    program += "; print(os.sched_getaffinity(0))"
-    monkeypatch.setattr(workers, "_PROGRAM", program)
+    monkeypatch.setattr(workers, "_PROGRAM", f"{program}; print(os.sched_getaffinity(0))")
     run = plan.PlannedRun("digits", "sd_lora", tmp_path, (), small_runs.config(tmp_path))
     stop = StopRequest()
     stop.signal = signal.SIGTERM
@@ -344,46 +294,22 @@ def test_report_follows_a_latency_that_comes_later(
     assert "writes " not in messages()
 
 
-def commands_of_children(pid):
-    """Returns the command lines of the processes that a process has started."""
-    lines = []
-    for threads in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for child in threads.read_text().split():
-                lines.append(Path(f"/proc/{child}/cmdline").read_text())
-    return lines
+MEASURES = """
+from fdc_jax.errors import StopRequest
+from fdc_jax.paper.measurements import in_new_process
+program = "import time; print('measures', flush=True); time.sleep(600)"
+in_new_process(exec, program, stop=StopRequest())
+"""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_measuring_processes_end_with_their_parent(tmp_path, cache):
+def test_measuring_processes_end_with_their_parent():
     """Their end is that of the pipe, which they share with the command that was killed."""
-    process = start(tmp_path, cache, "--dry_run")
-    while not any("spawn_main" in line for line in commands_of_children(process.pid)):
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+    command = [sys.executable, "-c", MEASURES]
+    options = {"cwd": small_runs.REPOSITORY, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **options)
+    assert process.stdout.readline() == "measures\n"
     process.kill()
     process.communicate(timeout=120)
-
-
-@pytest.mark.slow
-def test_two_workers_continue_after_a_kill(tmp_path, cache):
-    workdir = tmp_path / "runs"
-    first = workdir / "digits" / "cumulative_lora" / "seed_1"
-    folders = {workdir / "digits" / name / f"seed_{n}" for name in NINE.split()[:3:2] for n in "12"}
-    worker = start(workdir, cache, "--seeds=1,2")
-    small_runs.wait_for(first, "training", worker)
-    worker.kill()
-    worker.communicate()
-    workers = [start(workdir, cache, "--seeds=1,2") for _ in range(2)]
-    outputs = [small_runs.finish(worker) for worker in workers]
-    assert {path.parent for path in workdir.glob("*/*/*/results.json")} == folders
-    for folder in folders:
-        small_runs.nothing_done_twice(folder)
-        assert len(commands(folder)) == 1 + (folder == first)
-    assert "stopped by SIGTERM" in (first / "log.txt").read_text()  # with its worker
-    started = [errors.count("python -m fdc_jax run ") for _, errors in outputs]
-    assert sum(started) == 4 and min(started) > 0
-    assert any("report: " in output for output, _ in outputs)  # by whoever ends last
 
 
 # The first run fails like a user's own learner; the process of the second is killed once.
@@ -425,14 +351,18 @@ def test_ray_repeats_the_run_of_a_worker_that_dies(tmp_path, cache):
     folder.mkdir(parents=True)
     measured = {"baseline": {"milliseconds": [10.0], "peak_bytes": None}}
     (folder / "latency.json").write_text(json.dumps({"contenders": measured}))
-    driver = start(tmp_path, cache, "--seeds=1", "--ray", "--ray_gpus=0", digits=ONE)
+    program = [sys.executable, "-m", "fdc_jax", "paper", *ONE, *SMALL, "--seeds=1", "--ray"]
+    program += ["--ray_gpus=0", f"--workdir={tmp_path}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    variables = os.environ | {"FDC_JAX_CACHE": str(cache)}
+    driver = subprocess.Popen(program, cwd=small_runs.REPOSITORY, env=variables, **pipes)
     small_runs.wait_for(folder, "training", driver)
     worker = int(files.holder(folder / ".worker").split()[1])
     assert worker != driver.pid
     os.kill(worker, signal.SIGKILL)
     _, errors = small_runs.finish(driver)
-    assert len(commands(folder)) == 2
-    assert "stopped by SIGTERM" in (folder / "log.txt").read_text()
+    log = (folder / "log.txt").read_text()
+    assert log.count("+ python -m fdc_jax run ") == 2 and "stopped by SIGTERM" in log
     small_runs.results(folder)
     small_runs.nothing_done_twice(folder)
     assert "0 runs left" in errors

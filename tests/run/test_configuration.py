@@ -68,10 +68,9 @@ def test_help_shows_the_values_of_the_named_configuration():
 
 def test_settings_survive_pickling_with_options_of_all_learners():
     config = configuration.typed(configuration.load("cifar100:inflora"))
-    assert config.learner.inflora.lamb == 0.95
     changed = configuration.changed(config, train={"epochs": 3})
-    restored = pickle.loads(pickle.dumps(changed))
-    assert restored == changed and restored.train.epochs == 3
+    assert (changed.learner.inflora.lamb, changed.train.epochs) == (0.95, 3)
+    assert pickle.loads(pickle.dumps(changed)) == changed
     assert configuration.of_fields(configuration.flatten(changed)) == changed
 
 
@@ -82,13 +81,8 @@ def test_completed_settings_ignore_the_host():
     expected = configuration.flatten(base.get_config("cifar100"))
     assert configuration.flatten(config) == expected | {"train.rank": 3, "learner.name": "mine"}
     assert options == {"learner.mine.x": 2.0}
-    for field, value, expected in (
-        ("train.rank", 3.5, "a whole number, found 3.5"),
-        ("train.rank", {}, "a whole number, found {}"),
-        ("benchmark", 1, "text, found 1"),
-    ):
-        with pytest.raises(InputError, match=f"^config.{field}: expected {expected}"):
-            configuration.completed(saved | {field: value})
+    with pytest.raises(InputError, match=r"^config.train.rank: expected a whole number, found 3.5"):
+        configuration.completed(saved | {"train.rank": 3.5})
 
 
 def test_differences_name_fields_that_change_results_only():

@@ -23,10 +23,10 @@ def copy(finished_run, tmp_path):
 def test_known_classes_come_from_the_longest_seed(finished_run, tmp_path):
     """A stop leaves the seeds of one command at different numbers of tasks."""
     saved = read_json(finished_run / "config.json")
+    for folder, names, sizes in (("w", "ab", [2]), ("x", "abc", [2, 1]), ("y", "ab", [1, 1])):
+        known = dict.fromkeys(names, "0" * 64)
+        write_json(tmp_path / folder / "config.json", saved | {CLASSES: known, PLANNED: sizes})
     folders = [tmp_path / name for name in "wxyz"]  # the last one has no run
-    for folder, sizes in zip(folders, ([2], [2, 1], [1, 1]), strict=False):
-        names = dict.fromkeys("abc"[: sum(sizes)], "0" * 64)
-        write_json(folder / "config.json", saved | {CLASSES: names, PLANNED: sizes})
     known = known_classes(folders, saved["classes_per_task"])
     assert ([*known.classes], known.sizes) == (["a", "b", "c"], (2, 1))
     assert known_classes(folders, 7).sizes == ()
@@ -54,7 +54,6 @@ def second(stopped_run, cache, tmp_path_factory):
 
 DAMAGED = {
     "features/train_previous_1.npy": "train_previous_1.npy: not a readable",
-    "tasks/task_000.json": r"task_000.json: unreadable JSON \(.*\); put it back, or cho",
     "config.json": r"config.json: unreadable JSON \(.*\); put it back, or choose another",
 }
 
@@ -80,7 +79,6 @@ def test_a_missing_file_is_named(copy, cache, names):
         (copy / name).unlink()
     with pytest.raises(InputError, match=MISSING[names]):
         go(config(cache), copy)
-    assert not any((copy / name).exists() for name in names.split())
 
 
 def test_results_are_written_again(finished_run, copy, cache):

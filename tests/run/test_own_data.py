@@ -1,6 +1,5 @@
 """Photographs of a user's own, from a list to predictions, also with classes that come later."""
 
-import json
 import re
 import shutil
 
@@ -12,9 +11,9 @@ from PIL import Image
 import fdc_jax
 from configs import own
 from fdc_jax import command
-from fdc_jax.data import task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.learners.inflora import InfLoRA
+from fdc_jax.machine.files import read_json
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.folder import RunFolder, known_classes
@@ -97,11 +96,7 @@ def grow(cache, folder):
     add(source, *OLD)
     few = dict(classes_per_task=SIZES[:2])
     first = small_runs.run(config(source, cache, num_tasks=1, **few), workdir)
-    assert (first["num_tasks"], first["class_names"], first["num_test_images"]) == (
-        1,
-        [*OLD[:3]],
-        9,
-    )
+    assert (first["num_tasks"], first["class_names"]) == (1, [*OLD[:3]])
     small_runs.copied(workdir, folder / "first")
     stopped(config(source, cache, **few), workdir, 4)
     assert small_runs.events(workdir, "training")[-1]["task"] == 1
@@ -124,28 +119,15 @@ def grown(cache, tmp_path_factory):
     return [workdir / name for name in ("end", "first", "amid")]
 
 
-def arrays_of(workdir):
-    """Returns all arrays of the features, the calibrators and the newest checkpoint's calibrators.
-
-    They are by file; other files of checkpoints have dates.
-    """
-    newest = small_runs.newest_checkpoint(workdir)
-    paths = [*(workdir / "calibrators").iterdir(), *(newest / "calibrators").iterdir()]
-    paths += (workdir / "features").glob("*.npy")
-    arrays = {}
-    for path in paths:
-        loaded = np.load(path)
-        parts = loaded if path.suffix == ".npz" else {"": loaded}
-        arrays |= {f"{path.relative_to(workdir)} {name}": parts[name] for name in parts}
-    return arrays
-
-
 @pytest.mark.ci
 def test_grown_run_equals_a_run_of_all_classes(finished_run, grown):
     end, first, amid = grown
     small_runs.same_outcome(finished_run, end, without=["class_order"])
     small_runs.nothing_done_twice(end)
-    small_runs.assert_equal(arrays_of(end), arrays_of(finished_run))
+    actual, expected = small_runs.contents(end), small_runs.contents(finished_run)
+    for name in expected:
+        if name.startswith(("calibrators/", "features/")):
+            assert actual[name] == expected[name], name
     # Earlier evaluations and features stay, to the byte.
     assert small_runs.results(amid)["curve"] == small_runs.results(end)["curve"][:2]
     for name in ("tasks/task_000.json", "features/train_adapted_0.npy"):
@@ -159,34 +141,28 @@ def test_earlier_results_stay_while_a_run_grows(grown, cache, monkeypatch):
     assert (run.num_tasks, run.class_names) == (2, [*OLD])
     assert len(run.heads()) == run.calibrator("fdc").num_tasks == 2
     assert run.encoder(2)["key"].shape == run.encoder(1)["key"].shape
-    assert len(run.test_images(np.arange(3))) == 3
 
 
 @pytest.mark.ci
-def test_a_run_opens_without_its_images(finished_run, trees, cache, monkeypatch, tmp_path):
+def test_a_run_opens_without_its_images(finished_run, trees, cache, monkeypatch):
     monkeypatch.setenv("FDC_JAX_CACHE", str(cache))
-    run = fdc_jax.open_run(finished_run, data_dir=str(trees.parent / "nowhere"))
-    assert run.class_names == [*ALL]
-    assert len(run.heads()) == 3 and run.encoders.learner.setup.classes_per_task == SIZES
+    run = fdc_jax.open_run(finished_run, data_dir="nowhere")
     with pytest.raises(InputError, match=r"config.data.source: .*nowhere: expected a folder or an"):
         run.test_images(np.arange(4))
-    moved = str(shutil.copytree(trees, tmp_path / "trees"))
-    assert len(fdc_jax.open_run(finished_run, data_dir=moved).test_images(np.arange(4))) == 4
     files = [trees / f"test/{name}/6.png" for name in ALL]
     expected = np.array(ALL)[run.predictions["fdc_label"][::3]]
     assert_array_equal(run.predict(files, method="fdc")["class"], expected)
+    run = fdc_jax.open_run(finished_run, data_dir=str(trees))
+    assert len(run.test_images(np.arange(4))) == 4
 
 
 REFUSED = [
     (dict(num_tasks=2), "holds a run of another configuration: num_tasks was 0, is 2; choose"),
-    (dict(num_tasks=4), r"config.num_tasks: expected at most the 3 tasks of trees, found 4"),
     (dict(classes_per_task=(3, 3, 1)), r"classes_per_task was \[3, 1, 3\], is \[3, 3, 1\];"),
     (
         dict(class_order=(*OLD[1::-1], *OLD[2:], *NEW)),
         r"class_order was \['ash', 'box', 'oak', .*, is \['box', 'ash',",
     ),
-    (dict(class_order=(), class_order_seed=7), "class_order_seed was -1, is 7;"),
-    (dict(data__test_share=0.3), "data.test_share was 0.2, is 0.3;"),
 ]
 
 
@@ -234,10 +210,10 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     for names in (NEW, OLD):
         add(source, *names)
         claim(pairs, workdir)
-        kept.append(json.loads((workdir / "config.json").read_text()))
+        kept.append(read_json(workdir / "config.json"))
+    first, second = (saved["known classes"] for saved in kept)
+    assert [*first] == [*NEW] and [*second] == [*NEW, *OLD] and second.items() > first.items()
     assert [saved["classes of planned tasks"] for saved in kept] == [[2, 1], [2, 1, 2, 2]]
-    assert [list(saved["known classes"]) for saved in kept] == [[*NEW], [*NEW, *OLD]]
-    assert kept[1]["known classes"].items() > kept[0]["known classes"].items()
     # Other sizes are another run.
     advice = r"classes_per_task was 2, is 3; .* \(classes_per_task=2,1,2,2,N learns N further"
     with pytest.raises(InputError, match=advice):
@@ -245,11 +221,10 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
 
 
 @pytest.mark.ci
-def test_equal_tasks_in_another_notation_are_accepted(grown, cache, tmp_path):
+def test_equal_tasks_in_another_notation_are_accepted(grown, cache, tmp_path, no_figures):
     """The report has the user's names, and no number of the paper."""
-    workdir, order = small_runs.copied(grown[0], tmp_path / "run"), tmp_path / "order.txt"
-    order.write_text("\n".join(ALL) + "\n")
-    options = dict(num_tasks=3, class_order=(str(order),), report=True)
+    workdir = small_runs.copied(grown[0], tmp_path / "run")
+    options = dict(num_tasks=3, class_order=ALL, report=True)
     same = config(grown[0].parent / "trees", cache, **options)
     assert small_runs.run(same, workdir) == small_runs.results(grown[0])
     command.show(same, str(workdir), quiet=True)
@@ -285,11 +260,9 @@ def test_defaults_for_own_images_are_stated_and_saved(cache, tmp_path):
     add(source, *OLD)
     setup = setups.build(config(source, cache, **fields), quiet=True)
     assert (setup.config.train.epochs, setup.tasks.planned) == (40, (2, 2))
-    assert "training   40 epochs of batches of 6, 2 classes a task\n" in opening_lines(setup)
-    assert "input range model" in opening_lines(setup)
-    known = task_stream.LearnedClasses(setup.tasks.class_checksums, setup.tasks.planned)
-    add(source, *NEW)
-    assert setups.build(config(source, cache, **fields), True, known).tasks.planned == (2, 2, 2, 1)
+    lines = opening_lines(setup)
+    assert "training   40 epochs of batches of 6, 2 classes a task\n" in lines
+    assert "input range model" in lines
 
 
 def test_the_scale_of_grey_is_stated_and_saved(cache, tmp_path):
@@ -306,8 +279,6 @@ def test_an_order_is_read_from_its_file(tmp_path):
     order = tmp_path / "order.txt"
     for encoding in ("utf-8", "utf-8-sig"):
         order.write_text("\n".join(ALL) + "\n", encoding)
-        ordered = config("trees", "cache", class_order=(str(order),))
-        assert ordered.class_order == ALL
-    assert configuration.of_fields(configuration.flatten(ordered)) == ordered
+        assert config("trees", "cache", class_order=(str(order),)).class_order == ALL
     with pytest.raises(InputError, match=r"seed: expected -1 together with .* found 7"):
         config("trees", "cache", class_order=ALL, class_order_seed=7)

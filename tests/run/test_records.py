@@ -22,14 +22,11 @@ RESULTS = {
 WRONG = {
     "curve: expected tasks below 1": {"num_tasks": 1},
     "curve: expected tasks below 2": {"curve": POINTS[::-1]},
-    "accuracy: expected raw": {"accuracy": {}},
     "accuracy: expected raw among": {"accuracy": {"fdc": 1.0, "oracle": 2.0}},
     "accuracy: expected raw among the": {"curve": [POINTS[0], {"task": 1, "accuracy": {}}]},
     "components: expected raw": {"components": {"raw": 1.0, "full": 2.0}},
     "class_names: expected 2, found 1": {"class_names": ["x"]},
     "accuracy.*: expected a number <= 100.001, found": {"accuracy": {"raw": 100.01}},
-    "accuracy.*: expected a number >= 0.0, found": {"accuracy": {"raw": -0.01}},
-    "seed: expected a whole number .*, found 4294967296": {"seed": 2**32},
     r"class_names\[0\]: expected text of accepted ch": {"class_names": ["a\u202e", "b"]},
     "curve: expected a list of length >= 1, found": {"curve": []},
 }
@@ -66,7 +63,6 @@ def test_absent_and_later_fields_are_accepted(tmp_path):
     write_json(path, RESULTS | {"curve": [point], "of a later version": 1})
     content = records.read(path, records.Results, "")
     assert content.curve[0].task_accuracy["raw"] == [None, 50.0]
-    assert (content.unlike_learned, content.timing, content.notes) == (None, None, {})
     write_json(path, RESULTS | {"seed": "1"})
     with pytest.raises(InputError) as error:
         records.read(path, records.Results, "remove it")

@@ -12,7 +12,7 @@ from PIL import Image
 import fdc_jax
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_json, sha256, write_json, write_manifest
+from fdc_jax.machine.files import read_json, write_json, write_manifest
 from fdc_jax.run import configuration
 from tests import small_runs
 from tests.small_runs import contents, results
@@ -25,14 +25,9 @@ def opened(finished_run, cache):
     assert contents(finished_run) == before
 
 
-def saved_features(run, name):
-    return np.load(run.folder / "features" / f"{name}.npy")
-
-
 def test_encoders_of_a_finished_run_give_its_saved_features(opened):
     tested = np.array([3, 0, 58])
     test = opened.test_images(tested)
-    assert (test.shape, test.dtype) == ((3, 32, 32, 3), np.uint8)
     tasks = opened.tasks
     first, second = (
         evaluation_images(tasks.train, indices[:4], 32) for indices in tasks.train_indices
@@ -43,11 +38,10 @@ def test_encoders_of_a_finished_run_give_its_saved_features(opened):
         ("train_adapted_0", slice(4), first, 1),  # after the first task
         ("train_previous_1", slice(4), second, 1),  # before the second one
     ):
-        expected = saved_features(opened, name)[rows]
+        expected = np.load(opened.folder / "features" / f"{name}.npy")[rows]
         assert_allclose(opened.features(images, t), expected, atol=1e-5)
     for head, expected in zip(opened.heads(), opened.calibrator("fdc").heads, strict=True):
         assert_array_equal(head.weight, expected.weight)
-    assert not (opened.folder / "features" / "train_previous_0.npy").exists()
     with pytest.raises(InputError, match="expected E_0 to E_2, found E_3"):
         opened.encoder(3)
 
@@ -57,7 +51,6 @@ def test_a_stopped_run_opens_with_its_trained_tasks(stopped_run):
     assert (run.results, run.num_tasks, len(run.heads())) == (None, 2, 1)
     assert [record.task for record in run.read_records()] == [0]
     assert run.calibrator("fdc").num_tasks == 1
-    run.encoder(1)
     with pytest.raises(InputError, match="expected E_0 to E_1, found E_2"):
         run.encoder(2)
     with pytest.raises(InputError, match=r"predictions.npz"):
@@ -84,24 +77,14 @@ def test_weights_are_located_by_their_checksum(cache, tmp_path):
     weights, folder = small_runs.other_weights(tmp_path), tmp_path / "run"
     fields = small_runs.config(cache, encoder__weights=str(weights), num_tasks=1, train__epochs=1)
     small_runs.run(fields, folder)
-    image = np.zeros((8, 8), np.uint8)
-    expected = fdc_jax.open_run(folder, weights=str(weights)).predict(image)
-    pd.testing.assert_frame_equal(fdc_jax.open_run(folder).predict(image), expected)
-    copy = shutil.copy(weights, tmp_path / "copy.npz")
-    record = cache / "weights" / f"{sha256(copy)}.json"
-
-    def check_unknown():
+    assert fdc_jax.open_run(folder).encoders.pretrained.path == weights
+    copy = weights.rename(tmp_path / "copy.npz")
+    shutil.copy(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz", weights)
+    for _ in ("other weights", "none"):
         with pytest.raises(InputError, match=r"needs the weights of its encoder, .*: --weights=F"):
             fdc_jax.open_run(folder).encoder(0)
-
-    shutil.copy(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz", weights)
-    check_unknown()
-    weights.unlink()
-    check_unknown()
-    shutil.copy(copy, weights)
-    assert fdc_jax.open_run(folder).encoders.pretrained.path == weights
-    record.unlink()
-    check_unknown()
+        weights.unlink(missing_ok=True)
+    assert fdc_jax.open_run(folder, weights=str(copy)).encoders.pretrained.path == copy
 
 
 def test_a_run_of_an_earlier_version_is_opened_and_resumes(finished_run, cache, tmp_path):
@@ -113,12 +96,8 @@ def test_a_run_of_an_earlier_version_is_opened_and_resumes(finished_run, cache, 
     later += ["encoder.heads", "evaluation.every", "train.schedule"]
     earlier = {name: value for name, value in saved.items() if name not in later}
     write_json(path, earlier | {"train.gone": 1, "num_tasks": None})
-    run = fdc_jax.open_run(copy)
-    fields = configuration.flatten(run.config)
+    fields = configuration.flatten(fdc_jax.open_run(copy).config)
     assert {name: fields[name] for name in later} == {name: saved[name] for name in later}
-    images = run.test_images(np.arange(3))
-    expected = fdc_jax.open_run(finished_run).features(images, 2)
-    assert_array_equal(run.features(images, 2), expected)
     (copy / "results.json").unlink()
     small_runs.run(small_runs.config(cache), copy)
     small_runs.same_outcome(finished_run, copy)
@@ -141,7 +120,6 @@ def test_finished_run_of_0_2_0_is_opened(finished_run, tmp_path):
     run = fdc_jax.open_run(in_layout_of_0_2_0(small_runs.copied(finished_run, tmp_path / "run")))
     image = np.zeros((8, 8), np.uint8)
     pd.testing.assert_frame_equal(run.predict(image), fdc_jax.open_run(finished_run).predict(image))
-    assert len(run.heads()) == 2
 
 
 def test_stopped_run_of_0_2_0_names_the_version_that_resumes_it(stopped_run, cache, tmp_path):
@@ -188,10 +166,10 @@ def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path)
     folder, known, stranger = (tmp_path / name for name in ("run", "own", "stranger"))
     small_runs.copied(finished_run, folder)
     images = stranger / "images"
-    for name in "0123456789":
-        (images / "train" / name).mkdir(parents=True)
-        Image.new("RGB", (8, 8)).save(images / "train" / name / "0.png")
-    shutil.copytree(images / "train", images / "test")
+    for split in ("train", "test"):
+        for name in "0123456789":
+            (images / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(images / split / name / "0.png")
     compiled = os.environ["JAX_COMPILATION_CACHE_DIR"]
     (stranger / "cache").mkdir()
     (stranger / "cache" / "compiled").symlink_to(compiled)
@@ -215,8 +193,6 @@ def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path)
     assert printed.splitlines()[-1] == "[0, 0, 0, 2]"  # The images of latency are to be named.
     assert (known / "cache").stat().st_mode & 0o777 == 0o700
     assert "needs the images of" in (known / "report" / "report.html").read_text()
-    actual = fdc_jax.open_run(folder).config
-    assert (actual.cache_dir, actual.data.source, actual.data.workers) == ("", "", 0)
 
 
 def test_learner_outside_the_package_runs_only_if_named(finished_run, tmp_path):

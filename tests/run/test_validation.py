@@ -69,12 +69,9 @@ def test_other_held_out_images_change_the_validation_alone(
         small_runs.predictions(tmp_path / "run"), small_runs.predictions(validated_run)
     )
     small_runs.assert_equal(saved(tmp_path / "run", "features"), saved(validated_run, "features"))
-    for name in ("fdc", "gaussians"):
-        actual, expected = (
-            (folder / "calibrators" / f"{name}.npz").read_bytes()
-            for folder in (tmp_path / "run", validated_run)
-        )
-        assert actual == expected
+    of_run, of_other = map(small_runs.contents, (validated_run, tmp_path / "run"))
+    for name in ("calibrators/fdc.npz", "calibrators/gaussians.npz"):
+        assert of_run[name] == of_other[name]
 
 
 def test_validation_accuracies_follow_the_equations(validated_run):
@@ -86,10 +83,9 @@ def test_validation_accuracies_follow_the_equations(validated_run):
         views = [switches.get(f"{view}_view", True) for view in ("adapted", "pretrained")]
         on = {part: switches.get(part, True) for part in ("tsf", "rlc", "pac")}
         scores, rows = fitted.score(of["test_adapted"], of["test_pretrained"], **on, views=views)
-        chosen = scores.argmax(axis=1)
-        local = np.take_along_axis(rows, chosen[:, None], axis=1)[:, 0]
-        classes = [task.classes for task in features.tasks]
-        labels = [classes[task][row] for task, row in zip(chosen, local, strict=True)]
+        labels = []
+        for task, row in zip(scores.argmax(axis=1), rows, strict=True):
+            labels.append(features.tasks[task].classes[row[task]])
         assert actual[name] == pytest.approx(100 * np.mean(labels == of["test_labels"])), name
     assert len(of["test_labels"]) == 30
     assert actual["fdc"] == actual["full"] and "gaussians" in actual
@@ -99,10 +95,9 @@ def test_validation_accuracies_follow_the_equations(validated_run):
 def test_a_stopped_run_holds_out_the_same_images(validated_run, cache, tmp_path):
     workdir = tmp_path / "run"
     small_runs.stopped(small_runs.config(cache, **SHARE), workdir, 9)
-    for share, text in ((0.0, "0.0"), (0.5, "0.5")):
-        other = small_runs.config(cache, data__validation_share=share)
-        with pytest.raises(InputError, match=f"data.validation_share was 0.25, is {text};"):
-            small_runs.run(other, workdir)
+    other = small_runs.config(cache, data__validation_share=0.0)
+    with pytest.raises(InputError, match=r"data.validation_share was 0.25, is 0.0;"):
+        small_runs.run(other, workdir)
     small_runs.run(small_runs.config(cache, **SHARE), workdir)
     small_runs.same_outcome(workdir, validated_run)
     folder = "features/validation"
