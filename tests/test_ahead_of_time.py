@@ -118,18 +118,14 @@ def test_tables_equal_their_files(header, expected):
     assert table_under(PAGE, header) == expected()
 
 
-def test_scoring_equals_its_file():
-    scoring, extraction = MILLISECONDS["scoring"], MILLISECONDS["extraction"]
-    text = f"for 20 tasks in {scoring:.3f} ms on v5e, beside {extraction:.1f} ms"
-    assert text in (REPOSITORY / PAGE).read_text()
-
-
 def test_page_names_command_and_commit_of_every_file():
     page = (REPOSITORY / PAGE).read_text()
     for path in FILES:
         record = saved(f"ahead_of_time/{path.stem}")
         assert record["command"] in page
         assert f"`{path.name}` | {record['versions']['commit'][:7]}" in page
+    scoring, extraction = MILLISECONDS["scoring"], MILLISECONDS["extraction"]
+    assert f"in {scoring:.3f} ms on v5e, beside {extraction:.1f} ms for" in page
 
 
 def test_learners_declare_the_cost_of_their_passes():

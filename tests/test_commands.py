@@ -179,7 +179,6 @@ def test_signal_handlers_are_restored_after_the_loop():
     before = signal.getsignal(signal.SIGTERM)
     with stop_on_signals() as stop:
         signal.raise_signal(signal.SIGTERM)
-        assert stop.requested()
         with pytest.raises(Interrupted, match="stopped by SIGTERM; the same command resumes"):
             stop.poll()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -246,7 +245,7 @@ def test_wrong_names_of_commands_are_one_line(monkeypatch, capsys):
     ("name", "value", "message"),
     [
         ("JAX_PLATFORMS", "cuda", "JAX_PLATFORMS=cuda: JAX finds no such device here"),
-        ("JAX_DEBUG_NANS", "maybe", ".*(?i:jax_debug_nans).*maybe"),
+        ("JAX_DEBUG_NANS", "maybe", "(?=.*JAX_DEBUG_NANS).*maybe"),
     ],
 )
 def test_wrong_value_of_a_jax_variable_is_one_line(name, value, message, tmp_path):
@@ -258,11 +257,11 @@ def test_wrong_value_of_a_jax_variable_is_one_line(name, value, message, tmp_pat
 
 @pytest.mark.parametrize("name", ["omnibench", "configs/omnibench.py"])
 def test_configurations_are_found_by_name(name, tmp_path, monkeypatch):
+    """A path may name a file of the user's own, which is run; a bare name may not."""
     monkeypatch.chdir(tmp_path)
     assert configuration.load(name).benchmark == "omnibench"
-    # A path may name a file of the user's own, which is run; a bare name may not.
     (tmp_path / "configs").mkdir()
-    (tmp_path / name).write_text((REPOSITORY / "configs" / "digits.py").read_text())
+    shutil.copy(REPOSITORY / "configs" / "digits.py", name)
     expected = "digits" if name.endswith(".py") else "omnibench"
     assert configuration.load(name).benchmark == expected
 
@@ -278,14 +277,10 @@ def test_a_wheel_works_outside_of_the_checkout(tmp_path, cache):
     pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, f"--target={site}", copy], check=True)
     paths = {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
-    fields = small_runs.FIELDS | {"report": True}
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    for arguments in (["run", "--config", "digits", *flags], ["posthoc", "example"]):
-        command = [site / "bin" / "fdc", *arguments]
-        subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | paths)
-    folder = tmp_path / "runs" / "digits"
-    assert small_runs.results(folder)["versions"]["commit"] is None
-    assert (folder / "report" / "report.html").exists()
+    flags = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
+    command = [site / "bin" / "fdc", "run", "--config", "digits", *flags]
+    subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | paths)
+    assert small_runs.results(tmp_path / "runs" / "digits")["versions"]["commit"] is None
 
 
 def test_texts_of_others_are_escaped_and_fit_any_encoding():

@@ -13,7 +13,6 @@ STRICT = {
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
     "JAX_NUMPY_RANK_PROMOTION": "raise",
 }
-UNCOMPILED = {"JAX_DISABLE_JIT": "1"}
 TINY = """
 data.train_per_class=3 data.test_per_class=4 train.epochs=1 train.batch_size=6 num_tasks=2
 classes_per_task=2 evaluation.batch_size=64 report=False
@@ -31,13 +30,6 @@ def fdc(*arguments, variables, **options):
 def run(workdir, name, fields, *arguments, **options):
     flags = [f"--config.{field}" for field in fields]
     return fdc("run", f"--config={name}", f"--workdir={workdir}", *flags, *arguments, **options)
-
-
-@pytest.mark.slow
-def test_digits_are_learned_without_compilation(tmp_path, cache):
-    run(tmp_path, "digits", TINY, variables=UNCOMPILED)
-    results = small_runs.results(tmp_path)
-    assert results["num_tasks"] == 2 and results["accuracy"]["fdc"] > 20
 
 
 @pytest.mark.ci

@@ -22,13 +22,11 @@ from tests.errors import input_error
 
 REASON = "calls partial_fit after fit with the same classes; those of a task must be new, since no "
 EXPECTED = {"check_fit_score_takes_y": REASON + "sample of an earlier task is kept"}
-FAR = "how sure an answer is depends on how far out the sample lies, too"
+FAR = {"check_decision_proba_consistency": "how far out a sample lies counts, too"}
 
 
 def failing_checks(estimator):
-    if estimator.calibrator == "gaussians":
-        return EXPECTED | {"check_decision_proba_consistency": FAR}
-    return EXPECTED
+    return EXPECTED | FAR if estimator.calibrator == "gaussians" else EXPECTED
 
 
 BOTH = ("fdc", "gaussians")
@@ -144,17 +142,10 @@ MISTAKES = {
         SECOND | {"classes": [3, 4, 5, 6, 7]},
         "classes: expected a sample of every class",
     ),
-    "head": (
-        SECOND | {"head": streams.head_of(TASKS[0], "linear")},
-        "expected 4 labels|found 4|expected 3 labels",
-    ),
+    "head": (SECOND | {"head": streams.head_of(TASKS[0], "linear")}, "expected . labels|found 4"),
     "one": (
         {name: values[ONE_CLASS] for name, values in SECOND.items()},
         "head: ridge cannot fit a task of one class",
-    ),
-    "two views": (
-        SECOND | {"X": np.hstack([TASKS[1].adapted, TASKS[1].pretrained])},
-        "X has 28 features, but FDCClassifier is expecting 16",
     ),
     "nan": (SECOND | {"X": SECOND["X"] * np.nan}, "contains NaN"),
 }
@@ -178,7 +169,6 @@ def test_wrong_settings_and_shapes_are_named():
         ({"settings": {"pack_weight": 1.0}}, "setting of fdc: .* did you mean pac_weight"),
         ({"calibrator": "ncm", "settings": {"k": 1}}, "settings: ncm has none, found k"),
         ({"views": 2}, r"views: expected such as \(slice.*not iterable"),
-        ({"views": (0, 99)}, "views: expected such as .*out of bounds"),
         ({"views": (3, 4)}, "views: expected such as .*do not select columns"),
         ({"head": "linear"}, "head: expected one of ridge, nearest_mean, found 'linear'"),
     ):
@@ -193,8 +183,7 @@ def test_wrong_settings_and_shapes_are_named():
 def test_gaussians_accept_single_class_tasks_and_note_no_drift():
     estimator = FDCClassifier("gaussians")
     for task in TASKS[:2]:
-        rows = task.rows == 0
-        estimator.partial_fit(task.adapted[rows], task.labels[rows])
+        estimator.partial_fit(task.adapted[:5], np.full(5, task.first))
     assert estimator.classes_.tolist() == [0, 3]
     assert "without drift compensation" in estimator.calibrator_.note
     with input_error("previous features of task 2"):

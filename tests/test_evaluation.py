@@ -13,12 +13,12 @@ from fdc_jax.calibration import Scores
 
 
 def test_confusion_and_task_accuracies():
-    true_task = np.array([0, 0, 0, 1, 1, 2, 2, 2])
-    chosen = np.array([0, 1, 1, 1, 2, 0, 0, 2])
-    expected = [[1, 2, 0, 0], [0, 1, 1, 0], [2, 0, 1, 0], [0, 0, 0, 0]]
+    true_task = np.array([0, 0, 0, 1, 1, 2])
+    chosen = np.array([0, 1, 1, 1, 2, 0])
+    expected = [[1, 2, 0, 0], [0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert_array_equal(evaluation.task_confusion(true_task, chosen, 4), expected)
     accuracies = evaluation.task_accuracies(true_task + 1, true_task == chosen)
-    assert accuracies == [None, *map(pytest.approx, [100 / 3, 50, 100 / 3])]
+    assert accuracies == [None, pytest.approx(100 / 3), 50, 0]
 
 
 def test_interval_of_gains_is_the_paired_t_interval():
@@ -26,7 +26,7 @@ def test_interval_of_gains_is_the_paired_t_interval():
     gain = evaluation.student(np.subtract(after, before))
     expected = scipy.stats.ttest_rel(after, before).confidence_interval(0.95)
     assert gain.mean == pytest.approx(np.mean(after) - np.mean(before))
-    assert (gain.low, gain.high) == pytest.approx(expected)
+    assert gain[2:] == pytest.approx(expected)
     # Equal seeds, or one seed, give no interval.
     for same in ([1.0, 1.0], [1.0]):
         assert math.isnan(evaluation.student(same).low)
@@ -44,19 +44,18 @@ def test_intervals_over_samples_equal_the_bootstrap():
         (gains, evaluation.sample_gain(label, before, after)),
         (100 * right, evaluation.share_of(after == label)),
     ):
-        options = dict(method="percentile", n_resamples=4999, batch=1000, rng=rng)
+        options = dict(method="percentile", n_resamples=4999, rng=rng)
         expected = scipy.stats.bootstrap((values,), np.mean, **options)
         assert actual.mean == pytest.approx(values.mean())
         assert actual.std == pytest.approx(expected.standard_error, rel=0.05)
-        interval = expected.confidence_interval
-        assert (actual.low, actual.high) == pytest.approx(interval, abs=0.35)
+        assert actual[2:] == pytest.approx([*expected.confidence_interval], abs=0.35)
 
 
 @pytest.mark.parametrize("count", [0, 3, 112])
 def test_intervals_of_few_images_are_never_empty(count):
     actual = evaluation.share_of(np.arange(112) < count)
     expected = scipy.stats.binomtest(count, 112).proportion_ci(method="wilson")
-    assert (actual.low, actual.high) == pytest.approx((100 * expected.low, 100 * expected.high))
+    assert actual[2:] == pytest.approx(100 * np.array(expected))
     label = np.zeros(112, int)
     same = evaluation.sample_gain(label, label, label)
     # Half a sample of 114 is corrected, and half a sample spoiled.
@@ -106,12 +105,9 @@ def test_few_samples_have_a_calibration_error_by_chance():
 
 
 def test_each_calibrator_is_measured_by_its_own_answers():
-    """The classes of the two tasks are 0, 1 and 2, 3; the labels 0 and 2."""
     probabilities = np.array([[0.7, 0.2, 0.1, 0.0], [0.6, 0.0, 0.3, 0.1]])
     both = {"gaussians": scores(0, 0), "fdc": scores(1, 1)}
     actual = evaluation.measures(both, np.array([0, 2]), np.array([0, 1]), probabilities)
-    expected = {}
-    for name, stated in (("gaussians", [0.7, 0.6]), ("fdc", [0.1, 0.3])):
-        right = np.array([name == "gaussians", name == "fdc"])
-        expected[name] = evaluation.calibration_error(np.array(stated), right)
-    assert actual.calibration_error == pytest.approx(expected)
+    # Classes 0 and 1 are of the first task, 2 and 3 of the second.
+    errors = {"gaussians": 100 * (0.3 + 0.6) / 2, "fdc": 100 * (0.1 + 0.7) / 2}
+    assert actual.calibration_error == pytest.approx(errors)

@@ -12,10 +12,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 import fdc_jax
 from fdc_jax import calibration, export
 from fdc_jax.data import task_stream
-from fdc_jax.heads import LinearHead
 from fdc_jax.model import weights
 from fdc_jax.run import configuration
 from tests import small_runs
+from tests.calibration import streams
 from tests.errors import input_error
 
 ROWS = np.arange(0, 60, 5)
@@ -100,25 +100,15 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(out, kind):
         fdc_jax.open_run(out)
 
 
-WIDTH = 96  # of the features of the run
+def put_another_calibrator(workdir):
+    streams.fitted(streams.known(0, 2)).save(workdir / "calibrators/fdc.npz")
 
 
-def put_gaussians(workdir, width=WIDTH, sizes=(5, 5)):
-    """Saves class Gaussians of another run."""
-    rng = np.random.default_rng(0)
-    gaussians = calibration.make("gaussians")
-    for task, size in enumerate(sizes):
-        labels = np.repeat(np.arange(size), 8) + sum(sizes[:task])
-        features = rng.normal(size=(len(labels), width)).astype(np.float32)
-        head = LinearHead(rng.normal(size=(size, width)).astype(np.float32))
-        gaussians.fit_task(features, labels, head, pretrained=features)
-    gaussians.finalize()
-    gaussians.save(workdir / "calibrators/gaussians.npz")
-
-
-def remove_fdc(workdir):
-    for path in workdir.glob("calibrators/fdc*"):
-        path.unlink()
+def change_heads(workdir):
+    path = workdir / "calibrators/gaussians.npz"
+    gaussians = calibration.load(path)
+    gaussians.replace_heads(gaussians.heads[::-1])
+    gaussians.save(path)
 
 
 def move_labels(workdir):
@@ -130,13 +120,12 @@ def move_labels(workdir):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (remove_fdc, r"run: expected the calibrator fdc, found none"),
         (
-            lambda run: put_gaussians(run, 7),
-            r"gaussians.npz: .*another run: expected features of w",
+            lambda run: (run / "calibrators/fdc.npz").unlink(),
+            r"expected the calibrator fdc",
         ),
-        (lambda run: put_gaussians(run, sizes=(4, 6)), r"gaussians.npz: .*: other classes or t"),
-        (put_gaussians, r"gaussians.npz: is of another run: other heads"),
+        (put_another_calibrator, r"fdc.npz: is of another run: expected features of width"),
+        (change_heads, r"gaussians.npz: is of another run: other heads"),
         (move_labels, r"predictions.npz: is of another run: expected an accuracy of"),
     ],
 )
@@ -157,6 +146,8 @@ def test_the_same_run_gives_the_same_bytes(finished_run, tmp_path):
         (workdir / name).write_text(json.dumps(record))
     for name in ("one", "two"):
         assert export.main([str(workdir), str(tmp_path / name), "--quiet"]) == 0
+    with input_error(r"one: exists already; name a folder that does not"):
+        export.write(workdir, tmp_path / "one")
     files = small_runs.contents(tmp_path / "one")
     assert files == small_runs.contents(tmp_path / "two")
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
@@ -180,14 +171,11 @@ def test_encoder_in_timms_layout_gives_features_of_the_run(finished_run, out):
         ("results.json", (), r"/run: unfinished: no results.json, 2 tasks done"),
         ("checkpoints", (), r"expected a checkpoint of the run"),
         (None, ("--weights=absent.npz",), r"found no file absent.npz"),
-        ("out", (), r"out: exists already; name a folder that does not"),
     ],
 )
 def test_unsupported_exports_are_one_line(finished_run, tmp_path, capsys, moved, flags, message):
     workdir = small_runs.copied(finished_run, tmp_path / "run")
-    if moved == "out":
-        (tmp_path / "out").mkdir()
-    elif moved:
+    if moved:
         (workdir / moved).rename(tmp_path / "elsewhere")
     before = [*tmp_path.iterdir()]
     assert export.main([str(workdir), str(tmp_path / "out"), *flags]) == 2

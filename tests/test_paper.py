@@ -49,11 +49,10 @@ def rows(text):
     return [re.split(r" {2,}", line.strip())[:5] for line in lines]
 
 
-def planned(workdir, benchmark, learner_names, seeds, *fields):
+def planned(workdir, benchmarks, learners, seeds, *fields):
     """Returns the runs of a plan, which needs no images."""
-    options = argparse.Namespace(
-        data="", benchmarks=benchmark, learners=learner_names, seeds=seeds, workdir=str(workdir)
-    )
+    names = {"benchmarks": benchmarks, "learners": learners, "seeds": seeds}
+    options = argparse.Namespace(data="", workdir=str(workdir), **names)
     return plan.planned_runs(options, fields)[0]
 
 
@@ -89,34 +88,27 @@ def test_plan_shows_finished_and_stopped_runs(finished_run, stopped_run, tmp_pat
 
 def test_hours_follow_from_finished_runs(finished_run, tmp_path):
     given = (tmp_path, "digits", "cumulative_lora,sd_lora", "1,2")
-    given += (*SMALL, "--config.calibrators=fdc,gaussians")
-    runs = planned(*given)
+    runs = planned(*given, *SMALL, "--config.calibrators=fdc,gaussians")
     assert all(np.isnan(need.hours) for need in plan.needs(runs, {}))
     shutil.copytree(finished_run, runs[0].folder)
-    longer = planned(*given, "--config.train.epochs=4")
-    needed, needed_longer = plan.needs(runs, {}), plan.needs([runs[0], *longer[1:]], {})
-    assert (needed[0].hours, needed[0].gib) == (0, 0)
-    assert needed[1].source.endswith(" (finished runs)")
+    finished, other, *_ = plan.needs(runs, {})
+    assert (finished.hours, finished.gib) == (0, 0)
+    assert other.source.endswith(" (finished runs)")
     timing = small_runs.results(finished_run)["timing"]
     parts = {name for name in timing if name.endswith("seconds")}
     parts -= {"input_wait_seconds", "processor_seconds"}  # of training, and of everything
     spent = [timing[name] for name in parts]
-    assert needed[1].hours * 3600 == pytest.approx(sum(jax.tree.leaves(spent)))
-    # Two epochs of 120 images, and 120 + 0.5 * 60 * 1.5 forward passes as half of one.
-    ratio = needed_longer[1].hours / needed[1].hours
-    assert ratio == pytest.approx((4 * 120 + 120 + 45) / (2 * 120 + 120 + 45))
+    assert other.hours * 3600 == pytest.approx(sum(jax.tree.leaves(spent)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--benchmarks=digit"], "--benchmarks: expected one of .* did you mean digits"),
-        (["--learners=sdlora"], "fdc_jax.paper: --learners: .*sd_lora"),
         (["--config.seed=1"], "--config.seed: expected --seeds"),
         (["--data=nowhere"], "--data: expected a folder, found nowhere"),
         (["--benchmarks=cub200", "--quiet"], "missing: CUB-200: put cub "),
         (["--config.data.flip"], "expected --config.data.flip=VALUE"),
-        (["--reference=nowhere.csv"], "nowhere.csv: unreadable"),
         (
             ["--select=validation", "--config.data.validation_share=0"],
             "--config.data.validation_share: expected a share above 0, found 0",
@@ -173,21 +165,19 @@ def test_fetch_without_a_network_names_what_to_get(tmp_path, monkeypatch, capsys
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     assert command.main(arguments) == 2
     lines = re.findall("missing: (.*)", capsys.readouterr().err)
-    (images, weights) = sorted(lines)
+    images, weights = sorted(lines)
     assert images.startswith("CIFAR-100: cannot download https://")
     assert weights.startswith("weights augreg B/16: cannot download weights")
-    assert not (tmp_path / "runs").exists()
 
 
 def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, capsys):
     """The cause came up in the first run; runs of other images go on."""
     performed = []
+    outcomes = {"cub200": Outcome(2, "x.jpg: it is damaged"), "digits": Outcome(3, "loss nan")}
 
     def attempt(run, stop, worker, quiet):
         performed.append((run.benchmark, run.config.seed[0]))
-        if run.benchmark == "cub200":
-            return Outcome(2, "fdc_jax.run: x.jpg: it is damaged")
-        return Outcome(3, "the loss is nan")
+        return outcomes[run.benchmark]
 
     def open_input(shared, config, fetch):
         if performed and shared == ("data", "cub200"):
@@ -198,8 +188,7 @@ def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, ca
     monkeypatch.setattr(plan, "open_input", open_input)
     (tmp_path / "cub.zip").touch()
     arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--workers=1"]
-    arguments += [f"--workdir={tmp_path / 'runs'}", "--learners=cumulative_lora"]
-    assert command.main(arguments) == 3
+    assert command.main([*arguments, ONE[1], f"--workdir={tmp_path / 'runs'}"]) == 3
     assert performed == [("cub200", 1), ("digits", 1), ("digits", 2)]
     errors = capsys.readouterr().err
     assert errors.count("missing: CUB-200: ") == 1 and errors.count("failed with code 3") == 2
@@ -374,13 +363,12 @@ def test_ray_repeats_the_run_of_a_worker_that_dies(tmp_path, cache):
 SRUN = """#!{python}
 import os, pathlib, signal, subprocess, sys, time
 step = subprocess.Popen([{python!r}, *sys.argv[2:]])
-events = pathlib.Path({folder!r}, "metrics.jsonl")
+events = pathlib.Path("{folder}", "metrics.jsonl")
 def processes_after(event):
     while not (events.exists() and f'"{{event}}"' in events.read_text()):
         assert step.poll() is None
         time.sleep(0.1)
-    find = ["pgrep", "-P", str(step.pid), "-f", {folder!r}]
-    return map(int, subprocess.run(find, capture_output=True, text=True).stdout.split())
+    return map(int, subprocess.getoutput(f"pgrep -P {{step.pid}} -f {folder}").split())
 for pid in processes_after("statistics"):
     os.kill(pid, signal.SIGKILL)
 for pid in (*processes_after("resume"), step.pid):
@@ -394,19 +382,16 @@ sys.exit(step.wait())
 def test_script_for_slurm_resumes_after_a_kill_and_the_time_limit(finished_run, tmp_path, cache):
     page = (small_runs.REPOSITORY / "docs" / "paper.md").read_text()
     script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)[1]
-    fields = [*SMALL, "--config.calibrators=fdc,gaussians"]
-    arguments = " ".join([*ONE, "--seeds=1", *fields])
+    arguments = " ".join([*ONE, "--seeds=1", *SMALL, "--config.calibrators=fdc,gaussians"])
     script = script.replace("--data=DATA", f"{arguments} --workdir={tmp_path / 'runs'}")
     folder, log = tmp_path / "runs" / "digits" / "cumulative_lora" / "seed_1", tmp_path / "requeued"
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "srun").write_text(SRUN.format(python=sys.executable, folder=str(folder)))
-    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
-    for tool in tools.iterdir():
+    srun, scontrol = tmp_path / "srun", tmp_path / "scontrol"
+    srun.write_text(SRUN.format(python=sys.executable, folder=folder))
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    for tool in (srun, scontrol):
         tool.chmod(0o755)
-    variables = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
-    variables |= {"FDC_JAX_CACHE": str(cache)}
-    options = {"cwd": small_runs.REPOSITORY, "env": os.environ | variables}
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FDC_JAX_CACHE": str(cache)}
+    options = {"cwd": small_runs.REPOSITORY, "env": os.environ | variables | {"SLURM_JOB_ID": "17"}}
     done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, **options)
     assert done.returncode == 75, done.stderr
     assert done.stderr.count("ended by SIGKILL; it is resumed") == 1

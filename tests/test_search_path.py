@@ -70,27 +70,19 @@ def run_in(folder, cache, *command, path=(str(small_runs.REPOSITORY),), code=0):
     assert not marker.exists(), (command, sorted({*marker.read_text().split()}))
     assert done.returncode == code, done.stderr
     assert "matplotlibrc" not in done.stderr
-    return done
 
 
-SMALL = " ".join(f"--config.{name}={value}" for name, value in small_runs.FIELDS.items())
-# Each loads libraries that the others do not; `paper` starts a process.
+FIELDS = small_runs.FIELDS | {"num_tasks": 1, "report": True}
+SMALL = " ".join(f"--config.{name}={value}" for name, value in FIELDS.items())
 COMMANDS = {
     "predict": "model image.png --html=page.html",
-    "posthoc": "example --output=scores.npz",
-    "report": "model --output=page --sweep=none",
     "run": f"--config=digits --workdir=mine {SMALL}",
-    "paper": f"--benchmarks=digits --learners=cumulative_lora --seeds=1 --dry_run {SMALL}",
 }
 
 
-# All commands share the entry point; CI takes one that trains and one that reads files of others.
+# All commands share the entry point: one that trains, and one that reads files of others.
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "name",
-    ["run", "predict"]
-    + [pytest.param(n, marks=pytest.mark.slow) for n in ("report", "posthoc", "paper")],
-)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_runs_files_of_the_current_folder(name, stranger, cache):
     run_in(stranger, cache, "-m", "fdc_jax", name, *COMMANDS[name].split())
 
@@ -100,7 +92,6 @@ def test_modules_of_the_current_folder_do_not_run(stranger, cache, tmp_path):
     run_in(stranger, cache, small_runs.REPOSITORY / "main.py", "--help", path=())
     # An empty entry is the current folder for Python, too.
     path = ("", str(small_runs.REPOSITORY))
-    run_in(stranger, cache, "-m", "fdc_jax", "--version", path=path)
     script = tmp_path / "fdc"
     script.write_text("from fdc_jax.__main__ import main\nmain()\n")
     run_in(stranger, cache, script, "predict", "--help", path=path)

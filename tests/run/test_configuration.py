@@ -1,12 +1,12 @@
 """Configurations: every field is checked before work begins."""
 
-import importlib
 import pickle
 import re
 import typing
 
 import pytest
 
+from configs import omnibench1k
 from fdc_jax import command
 from fdc_jax.data import benchmarks as stream
 from fdc_jax.errors import InputError
@@ -17,15 +17,14 @@ from fdc_jax.run.config import Config, fields
 
 
 def test_streams_of_omnibenchmark_1k_have_the_stated_tasks():
-    module = importlib.import_module("configs.omnibench1k")
-    config = configuration.typed(module.get_config())
-    assert config.class_order_seed == stream.REFERENCE_CLASS_ORDER_SEED
-    sizes = [config.classes_per_task]
-    for line in re.findall("classes_per_task=(.*)", module.__doc__):
-        made = re.sub(r"\$\(printf '(.*)%.0s' \{1\.\.(\d+)\}\)", lambda m: m[1] * int(m[2]), line)
-        arguments = ["--config=omnibench1k", f"--config.classes_per_task={made}"]
-        sizes.append(command.configured(arguments).classes_per_task)
-    counts = [len(stream.task_sizes("omnibench1k", 1000, size)) for size in sizes]
+    flags = [""]
+    for line in re.findall("--config.classes_per_task=.*", omnibench1k.__doc__):
+        repeated = r"\$\(printf '(.*)%.0s' \{1\.\.(\d+)\}\)"
+        flags.append(re.sub(repeated, lambda match: match[1] * int(match[2]), line))
+    counts = []
+    for flag in flags:
+        config = command.configured(["--config=omnibench1k", *flag.split()])
+        counts.append(len(stream.task_sizes("omnibench1k", 1000, config.classes_per_task)))
     assert counts == [100, 200, 151, 301]
 
 

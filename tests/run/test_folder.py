@@ -52,19 +52,11 @@ def second(stopped_run, cache, tmp_path_factory):
     return small_runs.shared(tmp_path_factory, "second", stop)
 
 
-DAMAGED = {
-    "features/train_previous_1.npy": "train_previous_1.npy: not a readable",
-    "config.json": r"config.json: unreadable JSON \(.*\); put it back, or choose another",
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_named(second, cache, tmp_path, name):
-    path = small_runs.copied(second, tmp_path / "run") / name
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match=DAMAGED[name]):
-        go(config(cache), tmp_path / "run")
+def test_a_damaged_feature_file_is_named(second, cache, tmp_path):
+    folder = small_runs.copied(second, tmp_path / "run")
+    (folder / "features/train_previous_1.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(InputError, match=r"train_previous_1.npy: not a readable"):
+        go(config(cache), folder)
 
 
 MISSING = {

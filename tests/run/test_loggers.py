@@ -5,18 +5,11 @@ import sys
 import types
 
 import pytest
-from numpy.testing import assert_allclose
 
 from fdc_jax.errors import InputError
-from fdc_jax.run.loggers import KINDS, Loggers
+from fdc_jax.run.loggers import Loggers
 from tests import small_runs
-from tests.small_runs import config, predictions, results, run, stopped
-
-
-def by_task_and_epoch(folder, kind):
-    """Events of a kind, the last of each task and epoch."""
-    events = small_runs.events(folder, kind)
-    return [*{(event["task"], event.get("epoch")): event for event in events}.values()]
+from tests.small_runs import config, predictions, run, stopped
 
 
 def scalars(folder):
@@ -26,12 +19,13 @@ def scalars(folder):
 
     accumulator = EventAccumulator(str(folder / "tensorboard"), {"tensors": 0})
     accumulator.Reload()
-    steps, values = {}, {}
-    for name in accumulator.Tags()["tensors"]:
-        steps[name] = [event.step for event in accumulator.Tensors(name)]
-        tensors = [event.tensor_proto for event in accumulator.Tensors(name)]
-        values[name] = [make_ndarray(tensor).item() for tensor in tensors]
-    return steps, values
+    return {
+        name: {
+            event.step: make_ndarray(event.tensor_proto).item()
+            for event in accumulator.Tensors(name)
+        }
+        for name in accumulator.Tags()["tensors"]
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -40,16 +34,15 @@ def test_tensorboard_has_each_event_once_after_a_stop(cache, tmp_path):
     fields, folder = config(cache, log="tensorboard"), tmp_path / "run"
     stopped(fields, folder, 7)  # at the seventh look, within an epoch after a checkpoint
     run(fields, folder)
-    steps, values = scalars(folder)
-    assert steps["epoch/loss"] == [1, 2, 3, 4]
-    losses = [event["loss"] for event in by_task_and_epoch(folder, "epoch")]
-    assert_allclose(values["epoch/loss"], losses, rtol=1e-6)
-    evaluations, columns = by_task_and_epoch(folder, "evaluation"), predictions(folder)
+    values = scalars(folder)
+    losses = [event["loss"] for event in small_runs.events(folder, "epoch")]
+    assert values["epoch/loss"] == pytest.approx(dict(enumerate(losses, start=1)))
+    columns = predictions(folder)
+    for name, accuracy in small_runs.results(folder)["accuracy"].items():
+        assert [*values[f"evaluation/accuracy/{name}"].values()][1:] == [pytest.approx(accuracy)]
     for name in ("raw", "fdc", "gaussians"):
-        accuracies = [event["accuracy"][name] for event in evaluations]
-        assert_allclose(values[f"evaluation/accuracy/{name}"], accuracies, rtol=1e-6)
         earlier = 100 * (columns[f"{name}_task"] < columns["task"]).mean()
-        assert_allclose(values[f"confusion/earlier/{name}"], [0.0, earlier], rtol=1e-6)
+        assert [*values[f"confusion/earlier/{name}"].values()] == pytest.approx([0.0, earlier])
 
 
 def test_a_resumed_run_passes_each_event_on_once(tmp_path, monkeypatch):
@@ -75,15 +68,6 @@ def test_a_resumed_run_passes_each_event_on_once(tmp_path, monkeypatch):
     assert (options["id"], options["name"], options["dir"]) == ("6000", tmp_path.name, tmp_path)
 
 
-def test_loggers_get_the_numbers_of_a_run(finished_run, monkeypatch):
-    values = {}
-    monkeypatch.setitem(KINDS, "wandb", lambda *_: lambda named, *_: values.update(named))
-    Loggers("wandb", finished_run / "metrics.jsonl")
-    assert {type(value) for value in values.values()} == {float}
-    for name, accuracy in results(finished_run)["accuracy"].items():
-        assert values[f"evaluation/accuracy/{name}"] == accuracy
-
-
 def test_missing_logger_package_is_one_line(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     loggers = Loggers("tensorboard", tmp_path / "metrics.jsonl")
@@ -94,8 +78,6 @@ def test_missing_logger_package_is_one_line(tmp_path, monkeypatch, caplog):
     assert not list(tmp_path.iterdir())
 
 
-def test_unknown_loggers_are_refused_and_none_is_imported(cache, tmp_path):
+def test_unknown_loggers_are_refused(cache, tmp_path):
     with pytest.raises(InputError, match=r"config.log: .*wandb"):
         run(config(cache, log="tensorboard,wandbb"), tmp_path / "run")
-    code = "import sys, fdc_jax.command; print({'wandb', 'tensorboard'} & set(sys.modules))"
-    assert small_runs.python("-c", code) == "set()\n"

@@ -10,7 +10,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_array_equal
 
 from fdc_jax import command, evaluation
 from fdc_jax.errors import InputError
@@ -72,7 +72,6 @@ def test_results_fit_together(finished_run):
     for name, average in record["average_incremental_accuracy"].items():
         assert average == pytest.approx((first[name] + last[name]) / 2)
     assert record["fdc_storage_bytes"] == record["storage_bytes"]["fdc"] > 0
-    assert record["notes"] == {"gaussians": "class Gaussians with drift compensation"}
 
 
 COLUMNS = """
@@ -85,16 +84,16 @@ def test_predictions_give_the_accuracies_of_the_results(finished_run):
     record, columns = results(finished_run), predictions(finished_run)
     assert sorted(columns) == sorted(COLUMNS)
     assert columns["class_names"].tolist() == record["class_names"]
-    for kind, accuracies in (("label", "accuracy"), ("task", "routing_accuracy")):
-        for name, accuracy in record[accuracies].items():
-            right = columns[f"{name}_{kind}"] == columns[kind]
-            assert 100 * np.mean(right) == pytest.approx(accuracy)
-    by_task = record["curve"][-1]["task_accuracy"]["fdc"]
-    right = columns["fdc_label"] == columns["label"]
-    assert_allclose(by_task, evaluation.task_accuracies(columns["task"], right))
+    by_task = record["curve"][-1]["task_accuracy"]
+    for name, accuracy in record["accuracy"].items():
+        right = columns[f"{name}_label"] == columns["label"]
+        assert 100 * np.mean(right) == pytest.approx(accuracy)
+        assert by_task[name] == evaluation.task_accuracies(columns["task"], right)
+    for name, accuracy in record["routing_accuracy"].items():
+        assert 100 * np.mean(columns[f"{name}_task"] == columns["task"]) == pytest.approx(accuracy)
     # Five classes a task, in class order.
-    for label, task in (("label", "task"), ("oracle_label", "task"), ("fdc_label", "fdc_task")):
-        assert_array_equal(columns[label] // 5, columns[task])
+    assert_array_equal(columns["oracle_label"] // 5, columns["task"])
+    assert_array_equal(columns["fdc_label"] // 5, columns["fdc_task"])
 
 
 def test_a_fit_of_saved_features_repeats_the_results(finished_run, tmp_path):
@@ -113,8 +112,7 @@ def test_a_finished_run_is_shown_again_with_its_report(
     output, errors = capsys.readouterr()
     page = workdir / "report" / "report.html"
     assert output.endswith(f"results: {workdir / 'results.json'}\nreport: {page}\n")
-    assert errors.endswith(f"{workdir}: is finished already\n")
-    assert f"{results(workdir)['accuracy']['fdc']:.2f}" in page.read_text()
+    assert errors.endswith(f"{workdir}: is finished already\n") and page.exists()
     assert (workdir / "metrics.jsonl").read_text() == before
     # A report that cannot be written is a warning.
     shutil.rmtree(workdir / "report")
@@ -168,7 +166,7 @@ def test_a_file_of_flags_may_name_another(tmp_path):
 @pytest.mark.ci
 def test_a_plan_times_the_steps_of_any_learner(cache, tmp_path):
     """Here of one that measures moments before the training of a task."""
-    plan = seeds.check(small_runs.config(cache, learner__name="loda"), str(tmp_path / "run"))
+    plan = seeds.check(small_runs.config(cache, learner__name="splitlora"), str(tmp_path / "run"))
     assert "needs      about " in plan and " GiB" in plan
     assert not (tmp_path / "run").exists()
 

@@ -24,7 +24,7 @@ def evaluated(*arguments):
     return record
 experiment.evaluate = evaluated
 config = digits.get_config()
-fields = {"train.epochs": 1, "data.train_per_class": 40, "report": False}
+fields = {"train.epochs": 1, "data.train_per_class": 16, "report": False}
 fields["cache_dir"] = sys.argv[2]
 config.update_from_flattened_dict(fields)
 with jax.log_compiles():

@@ -1,7 +1,5 @@
 """Memory in `results.json`, which a run on a CPU does not have."""
 
-import pytest
-
 from fdc_jax.run import results
 from fdc_jax.run.records import Memory
 
@@ -19,7 +17,7 @@ def test_memory_of_a_calibrator_is_the_rise_of_the_peak():
     assert results._peak_memory([*per_task, again]) == expected
 
 
-@pytest.mark.parametrize("first", [memory(None, None, fdc=None), memory(None, 7, fdc=1)])
-def test_memory_is_unknown_on_a_cpu_and_after_a_kill(first):
-    expected = {"training": None, "fdc": None}
-    assert results._peak_memory([first, memory(700, 1, fdc=1)]) == expected
+def test_memory_is_unknown_on_a_cpu_and_after_a_kill():
+    for first in (memory(None, None, fdc=None), memory(None, 7, fdc=1)):
+        actual = results._peak_memory([first, memory(700, 1, fdc=1)])
+        assert actual == {"training": None, "fdc": None}

@@ -58,8 +58,6 @@ def test_a_stopped_run_opens_with_its_trained_tasks(stopped_run):
 
 
 def test_folders_and_files_of_other_runs_are_refused(finished_run, tmp_path):
-    with pytest.raises(InputError, match=r"found no config.json"):
-        fdc_jax.open_run(tmp_path)
     (tmp_path / "seed_2").mkdir()
     with pytest.raises(InputError, match=r"of several seeds, open one: .*seed_2"):
         fdc_jax.open_run(tmp_path)
@@ -166,10 +164,10 @@ def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path)
     folder, known, stranger = (tmp_path / name for name in ("run", "own", "stranger"))
     small_runs.copied(finished_run, folder)
     images = stranger / "images"
-    for split in ("train", "test"):
-        for name in "0123456789":
-            (images / split / name).mkdir(parents=True)
-            Image.new("RGB", (8, 8)).save(images / split / name / "0.png")
+    for name in "0123456789":
+        (images / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(images / "train" / name / "0.png")
+    shutil.copytree(images / "train", images / "test")
     compiled = os.environ["JAX_COMPILATION_CACHE_DIR"]
     (stranger / "cache").mkdir()
     (stranger / "cache" / "compiled").symlink_to(compiled)

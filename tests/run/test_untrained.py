@@ -3,7 +3,6 @@
 import re
 
 import numpy as np
-import pandas as pd
 import pytest
 from numpy.testing import assert_array_equal
 
@@ -11,7 +10,7 @@ import fdc_jax
 from fdc_jax import predict
 from fdc_jax.errors import Interrupted, StopRequest
 from fdc_jax.features import feature_files
-from fdc_jax.report import runs, tables
+from fdc_jax.report import runs
 from fdc_jax.run import estimate, seeds
 from fdc_jax.run import setup as setups
 from tests import small_runs
@@ -46,7 +45,8 @@ def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, finished_run):
     assert_array_equal(saved.test_adapted, pretrained)
     run = fdc_jax.open_run(frozen)
     expected = np.array(run.class_names)[predictions(frozen)["gaussians_label"]]
-    assert_array_equal(run.predict(run.test_images(np.arange(60)))["class"], expected)
+    images = [run.tasks.test.image(index) for index in run.tasks.test_indices.tolist()]
+    assert_array_equal(run.predict(images)["class"], expected)
 
 
 @pytest.mark.ci
@@ -64,8 +64,7 @@ def test_a_run_answers_before_it_trains(
     assert accuracy == results(frozen)["accuracy"]["gaussians"]
     printed = capsys.readouterr().err
     assert f"without training: {accuracy:.1f} %; training on top takes about " in printed
-    for faster in ("--config.train.epochs=1 (half ", "--config.encoder.image_size=16 (a quarter; "):
-        assert faster in printed
+    assert "--config.encoder.image_size=16 (a quarter; " in printed
     assert "without drift compensation" not in caplog.text
     reason = f"0 tasks done; {untrained} has its answer before training"
     assert reason in runs.load([folder])[1][folder]
@@ -77,13 +76,12 @@ def test_a_run_answers_before_it_trains(
     assert sentence in capsys.readouterr().err and sentence in page.read_text()
     images = known.test_images(np.arange(8))
     before, expected = fdc_jax.open_run(folder).predict(images), known.predict(images)
-    columns = ["class", "confidence", "typicality"]
-    pd.testing.assert_frame_equal(before[columns], expected[columns])
+    for column in ("class", "confidence", "typicality"):
+        assert_array_equal(before[column], expected[column])
     small_runs.run(fields, folder)
     small_runs.same_outcome(finished_run, folder)
     ((group,), _) = runs.load([folder])
     assert group.row("gaussians-pretrained")["mean"] == accuracy
-    assert "Class Gaussians, frozen features" in tables.of_calibrators([group]).frame.index
     after = fdc_jax.open_run(folder).predict(images)
     assert before["confidence"].tolist() != after["confidence"].tolist()
 

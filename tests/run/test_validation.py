@@ -63,15 +63,12 @@ def test_other_held_out_images_change_the_validation_alone(
     expected = small_runs.results(validated_run)
     in_memory = {key[-1] for key in kept if "train" in key}
     assert in_memory and not in_memory & held_out
-    assert actual.pop("validation") != expected.pop("validation")
+    assert actual["validation"] != expected["validation"]
     assert actual["components"] == expected["components"]
-    small_runs.assert_equal(
-        small_runs.predictions(tmp_path / "run"), small_runs.predictions(validated_run)
-    )
-    small_runs.assert_equal(saved(tmp_path / "run", "features"), saved(validated_run, "features"))
-    of_run, of_other = map(small_runs.contents, (validated_run, tmp_path / "run"))
-    for name in ("calibrators/fdc.npz", "calibrators/gaussians.npz"):
-        assert of_run[name] == of_other[name]
+    of_other, of_run = map(small_runs.contents, (tmp_path / "run", validated_run))
+    for name in of_run:
+        if name.startswith(("features/t", "calibrators/", "predictions.npz")):
+            assert of_run[name] == of_other[name], name
 
 
 def test_validation_accuracies_follow_the_equations(validated_run):
@@ -100,5 +97,3 @@ def test_a_stopped_run_holds_out_the_same_images(validated_run, cache, tmp_path)
         small_runs.run(other, workdir)
     small_runs.run(small_runs.config(cache, **SHARE), workdir)
     small_runs.same_outcome(workdir, validated_run)
-    folder = "features/validation"
-    small_runs.assert_equal(saved(workdir, folder), saved(validated_run, folder))
