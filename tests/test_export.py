@@ -124,7 +124,7 @@ def move_labels(workdir):
             lambda run: (run / "calibrators/fdc.npz").unlink(),
             r"expected the calibrator fdc",
         ),
-        (put_another_calibrator, r"fdc.npz: is of another run: expected features of width"),
+        (put_another_calibrator, r"fdc.npz: is of another run: other classes or tasks"),
         (change_heads, r"gaussians.npz: is of another run: other heads"),
         (move_labels, r"predictions.npz: is of another run: expected an accuracy of"),
     ],

@@ -72,8 +72,8 @@ def altered_json(rng, path):
 
 def altered_arrays(rng, path):
     """Removes, renames, reshapes, converts, lengthens or spoils one array."""
-    kind = "safetensors" if path.suffix == ".safetensors" else "npz"
-    arrays = dict(getattr(files, f"read_{kind}")(path))
+    merged = path.suffix == ".safetensors"
+    arrays = dict((files.read_safetensors if merged else files.read_npz)(path))
     name = rng.choice(sorted(arrays))
     array = np.array(arrays.pop(name))
     rows = np.atleast_1d(array)
@@ -87,7 +87,7 @@ def altered_arrays(rng, path):
         arrays[f"{name}1"] = array
     elif index >= 0:
         arrays[name] = np.asarray(others[index], order="C")
-    getattr(files, f"write_{kind}")(path, arrays)
+    (files.write_safetensors if merged else files.write_npz)(path, arrays)
 
 
 def write_all(base, finished_run):
@@ -100,7 +100,7 @@ def write_all(base, finished_run):
     rng = np.random.default_rng(0)
     for name in ("ant", "bee"):
         (base / "photos" / name).mkdir(parents=True)
-        for suffix in ("png", "jpg", "tif", "webp", "bmp", "ppm"):
+        for suffix in ("png", "jpg", "tif", "webp"):
             image = Image.fromarray(rng.integers(0, 256, (9, 8, 3), np.uint8))
             image.save(base / "photos" / name / f"{suffix}.{suffix}")
     photos(base, "photos")

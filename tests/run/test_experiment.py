@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 
 import fdc_jax
 from fdc_jax.data.batches import ByteCache, evaluation_images
@@ -85,7 +85,6 @@ def test_encoder_before_a_task_is_kept_with_the_newest(slca_run, tmp_path):
     assert_allclose(before.features(images, 1), saved, atol=1e-5)
     after = fdc_jax.open_run(slca_run)
     assert np.abs(after.features(images, 2) - saved).max() > 1e-3
-    assert_array_equal(after.features(images, 0), before.features(images, 0))
     with pytest.raises(InputError, match=r"keeps no encoder but its newest: .* found E_1"):
         after.encoder(1)
     # The first head was aligned again, and a fit of the saved features predicts with final heads.
@@ -101,25 +100,20 @@ def test_every_step_is_taken_once(finished_run):
     # The first step of a process compiles and does not count.
     images, seconds = 4 * 60 - 18, timing["training_seconds"]
     assert (timing["training_images"], timing["test_extraction_images"]) == (images, 30 + 60)
-    assert timing["input_wait_fraction"] == pytest.approx(timing["input_wait_seconds"] / seconds)
     assert timing["training_images_per_second"] == pytest.approx(images / seconds)
 
 
-class Compiles:
-    """A calibrator that compiles a program in every fit."""
+def test_the_compilation_of_a_fit_stands_apart(monkeypatch):
+    """Of a calibrator that compiles a program in every fit, by a clock of 1,000 s."""
 
-    def fit_task(self, *arguments, **others):
+    def compile_and_fit(*arguments, **others):
         jax.jit(lambda values: values + len(arguments))(np.ones(3)).block_until_ready()
 
-    def finalize(self):
-        pass
-
-
-def test_the_compilation_of_a_fit_stands_apart(monkeypatch):
+    calibrator = SimpleNamespace(fit_task=compile_and_fit, finalize=lambda: None)
     clock = SimpleNamespace(perf_counter=iter([10.0, 1010.0]).__next__)
     monkeypatch.setattr(devices, "time", clock)
     features = TaskFeatures(np.ones((2, 3)), None, np.arange(2), None, np.arange(2))
-    timing, _ = experiment.fit({"fdc": Compiles()}, features)
+    timing, _ = experiment.fit({"fdc": calibrator}, features)
     compiled = timing["fit_compile_seconds"]["fdc"]
     assert compiled > 0
     assert timing["fit_seconds"]["fdc"] == pytest.approx(1000 - compiled)

@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 
 import msgspec
 import numpy as np
@@ -38,22 +37,18 @@ def test_a_stopped_run_ends_with_the_same_numbers(finished_run, tmp_path, cache,
     small_runs.nothing_done_twice(workdir)
     for text in ("device", "precision parity", "trained parameters a task", "sha256", "digits"):
         assert text in beginning and text in errors
-    assert "after task 2/2: raw " in errors
+    assert "after task 2/2: raw " in errors and "\x1b" not in output + errors
     for accuracy in results(workdir)["accuracy"].values():
         assert f"{accuracy:.2f}" in output
-    assert "report:" not in output and "\x1b" not in output + errors
 
 
 @pytest.mark.slow
-def test_runs_killed_at_random_end_with_the_same_numbers(finished_run, tmp_path, cache):
-    rng, clock = random.Random(0), time.monotonic()
-    finish(start(tmp_path / "run", "--quiet", cache=cache))
-    duration = time.monotonic() - clock
-    workdir = tmp_path / "killed"
+def test_run_killed_at_random_ends_with_the_same_numbers(finished_run, tmp_path, cache):
+    rng, workdir = random.Random(0), tmp_path / "run"
     for _ in range(4):
         process = start(workdir, "--quiet", cache=cache)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=rng.uniform(0.2, 0.7) * duration)
+            process.communicate(timeout=rng.uniform(5, 15))
         process.kill()
         process.communicate()
     finish(start(workdir, "--quiet", cache=cache))

@@ -59,7 +59,7 @@ def test_files_are_unchanged_by_reading_and_writing(finished_run, name, kind):
 def test_absent_and_later_fields_are_accepted(tmp_path):
     """A task without test images has no accuracy."""
     path = tmp_path / "results.json"
-    point = {"task": 1, "accuracy": {"raw": 50.0}, "task_accuracy": {"raw": [None, 50.0]}}
+    point = POINTS[1] | {"task_accuracy": {"raw": [None, 50.0]}}
     write_json(path, RESULTS | {"curve": [point], "of a later version": 1})
     content = records.read(path, records.Results, "")
     assert content.curve[0].task_accuracy["raw"] == [None, 50.0]

@@ -12,6 +12,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tests import small_runs
 from tests.small_runs import events, finish, nothing_done_twice, same_outcome, start, wait_for
 
+FDC = "--config.calibrators=fdc"  # Others compile as many programs.
+
 
 def start_two(workdir, *options, cache, second=()):
     """Starts two processes of two devices each; the second has no access to either folder."""
@@ -25,8 +27,8 @@ def start_two(workdir, *options, cache, second=()):
     if not (nowhere / "compiled").exists():
         (nowhere / "compiled").symlink_to(cache / "compiled")
     return [
-        start(workdir, *options, f"{join},0/2", cache=cache, devices=2),
-        start(nowhere, *options, *second, f"{join},1/2", cache=nowhere, devices=2),
+        start(workdir, FDC, *options, f"{join},0/2", cache=cache, devices=2),
+        start(nowhere, FDC, *options, *second, f"{join},1/2", cache=nowhere, devices=2),
     ]
 
 
@@ -96,7 +98,7 @@ def test_killed_process_ends_the_other_and_one_resumes(finished_run, tmp_path, c
         process.communicate()
         assert process.returncode != 0
     assert not (workdir / "results.json").exists()
-    finish(start(workdir, "--quiet", cache=cache))
+    finish(start(workdir, FDC, "--quiet", cache=cache))
     nearly_same(workdir, finished_run)
     nothing_done_twice(workdir)
 
