@@ -95,7 +95,7 @@ def test_task_sizes_add_up(wanted, message):
 
 def test_default_task_sizes_are_a_fifth_of_the_classes_and_stay():
     assert benchmarks.task_sizes("mine", 14) == (3, 3, 3, 3, 2)
-    assert benchmarks.task_sizes("mine", 18, earlier=(3, 3, 3, 3, 2)) == (3, 3, 3, 3, 2, 3, 1)
+    assert benchmarks.task_sizes("mine", 9, earlier=(3, 2)) == (3, 2, 3, 1)
     assert benchmarks.task_sizes("cub200", 200) == (10,) * 20
 
 

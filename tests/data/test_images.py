@@ -1,6 +1,5 @@
 import io
 import math
-import zlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -158,32 +157,22 @@ def test_grey_of_16_bits_keeps_its_upper_bits(encode, values, shift, wanted):
     assert images.examine(encode(pixels), "x").sha256 not in {fact.sha256 for fact in facts}
 
 
-def frames(count, file_format):
-    pictures = [Image.new("RGB", (8, 6), (60 * number, 9, 9)) for number in range(count)]
-    file = io.BytesIO()
-    pictures[0].save(file, file_format, save_all=True, append_images=pictures[1:])
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("file_format", ["TIFF", "PNG", "WEBP", "GIF", "MPO"])
-def test_frames_are_counted_and_the_first_is_read(file_format):
+def test_frames_are_counted_and_the_first_is_read(encode, file_format):
     if file_format == "MPO" and PIL.__version__.startswith("11."):
         pytest.skip("Pillow 11 writes MPO files that nothing reads")
-    content = frames(4, file_format)
+    first, *others = (Image.new("RGB", (8, 6), (60 * number, 9, 9)) for number in range(4))
+    content = encode(first, file_format, save_all=True, append_images=others)
     # The other pictures of an MPO file are views of the first.
     assert images.examine(content, "x").frames == (1 if file_format == "MPO" else 4)
     assert_allclose(np.asarray(images.decode(content, "x"), int)[0, 0], [0, 9, 9], atol=9)
 
 
-def test_an_image_of_too_many_pixels_is_named(encode):
-    content = bytearray(encode(Image.new("L", (1, 1))))
-    content[16:24] = (20_000).to_bytes(4, "big") + (10_000).to_bytes(4, "big")
-    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
-    message = (
-        r"^a/b.png: cannot decode this image: expected at most 178,956,970 pixels, found 200,0"
-    )
-    with input_error(message):
-        images.examine(bytes(content), "a/b.png")
+def test_an_image_of_too_many_pixels_is_named(photo, encode, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    content = encode(photo(50, 50))
+    with input_error("^a/b.png: cannot decode this image: .* at most 2,000 pixels, found 2,500"):
+        images.examine(content, "a/b.png")
 
 
 @pytest.mark.parametrize(
@@ -224,14 +213,6 @@ def test_damaged_orientation_is_ignored(photo, encode, file_format):
     exif = b"Exif\0\0II*\0" + b"\xff" * 9
     content = encode(photo(30, 10), file_format, exif=exif)
     assert images.decode(content, "x", upright=True).size == (30, 10)
-
-
-@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
-@pytest.mark.parametrize("length", [0, -40])
-def test_broken_images_are_named(photo, encode, file_format, length):
-    bad = encode(photo(120, 90), file_format)[:length]
-    with input_error(r"birds, image 7 \(a/b\.jpg\)"):
-        images.decode(bad, "birds, image 7 (a/b.jpg)")
 
 
 def test_programs_in_postscript_are_not_run():

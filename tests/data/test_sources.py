@@ -1,5 +1,6 @@
 """Which source a configuration names, and the benchmarks as folders and archives."""
 
+import itertools
 import shutil
 import stat
 import zipfile
@@ -19,17 +20,16 @@ ORDERED = ["10", "100", "4", "44"]
 
 
 @pytest.fixture
-def pilot(tmp_path, encode, tiny_benchmark):
+def pilot(tmp_path, tiny_benchmark):
     """A small folder in PILOT's layout, and omnibench shrunk to it."""
     root = tmp_path / "raw" / "omnibenchmark"
+    colours = itertools.count()
     for split, counts in (("train", TRAIN), ("test", TEST)):
-        for label, name in enumerate(ORDERED):
+        for name, count in counts.items():
             (root / split / name).mkdir(parents=True)
-            for number in range(counts[name]):
-                colour = (40 * label, number + len(split), 200)
-                suffix = ("JPEG", "png")[number % 2]
-                content = encode(Image.new("RGB", (5, 7), colour), suffix.upper())
-                (root / split / name / f"{number}.{suffix}").write_bytes(content)
+            for number in range(count):
+                image = Image.new("RGB", (5, 7), (next(colours), 9, 200))
+                image.save(root / split / name / f"{number}.{('JPEG', 'png')[number % 2]}")
     order = benchmarks.class_order(4, 1993)
     counts = [TEST[ORDERED[label]] for label in order]
     task_counts = (sum(counts[:2]), sum(counts[2:]))
@@ -137,16 +137,8 @@ def test_failed_archive_is_named_and_its_folder_removed(tmp_path, files, message
 
 
 def test_an_unpacked_archive_that_another_run_reads_stays(tmp_path, pilot):
-    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as packed:
-        for file in (pilot / "train").rglob("*.*"):
-            packed.write(file, file.relative_to(pilot / "train"))
-        packed.write(pilot / "train/10/0.JPEG", "100/1.JPEG")
-
-    def opened(**options):
-        source = str(tmp_path / "mine.zip")
-        return sources.open_splits("mine", tmp_path / "cache", source=source, **options)
-
-    train, _ = opened(test_share=0.5, allow_overlap=True)
-    with input_error(r"mine.zip: expected train/CLASS/IMAGE"):
-        opened()
+    packed = shutil.make_archive(str(tmp_path / "mine"), "zip", pilot)
+    train, _ = sources.open_splits("mine", tmp_path / "cache", source=packed)
+    with input_error("^cub200: expected 200 classes"):
+        sources.open_splits("cub200", tmp_path / "cache", source=packed)
     assert train.image(0).size == (5, 7)
