@@ -11,17 +11,17 @@ from fdc_jax.data import benchmarks
 from fdc_jax.data.dataset import Dataset
 
 
-def encode(pixels, file_format="PNG", **options):
-    file = io.BytesIO()
-    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
-    image.save(file, file_format, **options)
-    return file.getvalue()
-
-
-@pytest.fixture(name="encode")
-def encode_fixture():
+@pytest.fixture
+def encode():
     """Returns a function from pixels (or a PIL image) to an image file's bytes."""
-    return encode
+
+    def make(pixels, file_format="PNG", **options):
+        file = io.BytesIO()
+        image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+        image.save(file, file_format, **options)
+        return file.getvalue()
+
+    return make
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def photo():
 
 
 @pytest.fixture
-def plain_source():
+def plain_source(encode):
     """Returns a function from n to a source whose image i has the one colour (i, 255 - i, 7)."""
 
     def make(n, read=None, num_classes=5):

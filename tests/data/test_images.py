@@ -12,7 +12,7 @@ from PIL import ExifTags, Image, ImageOps
 from fdc_jax.data import images
 from tests.errors import input_error
 
-SIZES = [(500, 400), (333, 500), (32, 32), (17, 90), (600, 257), (400, 405)]
+SIZES = [(500, 400), (32, 32), (17, 90), (600, 257)]
 
 
 def evaluation_reference(image, image_size):
@@ -53,7 +53,6 @@ def test_train_transform_crops_then_resizes_then_mirrors(photo, size, last):
     straight = np.asarray(part.resize((64, 64), resample=2))
     expected = straight[:, ::-1] if last < 0.5 else straight
     assert_array_equal(images.train_transform(image, 64, uniforms), expected)
-    assert_array_equal(images.train_transform(image, 64, uniforms, flip=False), straight)
 
 
 def crop_reference(width, height, uniforms, scale):
@@ -119,11 +118,6 @@ def test_transparent_pixels_of_photographs_lie_on_white(photo, encode):
     translucent.putalpha(128)
     actual = images.decode(encode(translucent), "x", upright=True)
     assert_allclose(actual, np.asarray(image, float) * 128 / 255 + 127, atol=1)
-    palette = image.convert("P")
-    index = palette.getpixel((3, 4))
-    actual = images.decode(encode(palette, transparency=index), "x", upright=True)
-    clear = np.asarray(palette)[..., None] == index
-    assert_array_equal(actual, np.where(clear, 255, palette.convert("RGB")))
 
 
 def grey_files(encode, pixels):

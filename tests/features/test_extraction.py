@@ -127,14 +127,11 @@ def test_cache_computes_every_key_once(tmp_path):
         assert_array_equal(get(tmp_path, value, **changed).features, value)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped"])
-def test_a_damaged_cache_file_is_computed_again(tmp_path, damage):
+def test_a_damaged_cache_file_is_computed_again(tmp_path):
     get(tmp_path, 1.0)
     (path,) = tmp_path.rglob("train_*.npz")
-    content = bytearray(path.read_bytes())
-    position = content.index(np.full(3, 1.0, np.float32).tobytes())
-    content[position] ^= 1
-    path.write_bytes(content if damage == "flipped" else content[:position])
+    values = np.full(3, 1.0, np.float32).tobytes()
+    path.write_bytes(path.read_bytes().replace(values, bytes(12)))
     for value in (2.0, 3.0):
         assert_array_equal(get(tmp_path, value).features, 2.0)
 
