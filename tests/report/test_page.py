@@ -160,15 +160,6 @@ def test_links_have_targets(text, read):
     assert {*files.split(), "figures/task_identity.png"} < targets
 
 
-def test_a_section_has_the_numbers_of_its_run():
-    run = made_up.run(1, "digits")
-    cells = {*Reader(alone(run)).texts("td")}
-    for numbers in (run.results.accuracy, run.results.average_incremental_accuracy):
-        assert {f"{number:.2f}" for number in numbers.values()} < cells
-    last = run.results.curve[-1].task_accuracy
-    assert {f"{values[0]:.1f}" for values in last.values()} < cells
-
-
 @pytest.mark.parametrize(
     ("fdc", "rank"),
     [(70.0, "as accurate as class Gaussians"), (71.0, ", the most accurate method")],

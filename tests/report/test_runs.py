@@ -33,11 +33,8 @@ def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
 
 UNUSABLE = {
     "absent": "expected the work directory of a run, found no config.json",
-    "empty": "expected the work directory of a run, found no config.json",
-    "file": "expected the work directory of a run, found no config.json",
     "unfinished": "unfinished: no results.json, 1 task done",
     "cut": "unreadable",
-    "list": "expected an object",
     "fields": "results.json: expected a field benchmark",
     "predictions": "predictions.npz",
 }
@@ -46,12 +43,9 @@ UNUSABLE = {
 def test_unusable_folders_are_named_and_stop_no_other(tmp_path):
     columns = predictions(1)
     write_run(tmp_path / "good", None, columns, benchmark="digits")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("x")
-    for seed, name in enumerate(("unfinished", "cut", "list", "fields", "predictions"), 2):
+    for seed, name in enumerate(("unfinished", "cut", "fields", "predictions"), 2):
         write_run(tmp_path / name, seed=seed)
     (tmp_path / "cut" / "results.json").write_text('{"a": "cif')
-    (tmp_path / "list" / "results.json").write_text("[1]")
     (tmp_path / "fields" / "results.json").write_text("{}")
     (tmp_path / "predictions" / "predictions.npz").write_bytes(b"PK\x03\x04 cut")
     (tmp_path / "unfinished" / "results.json").unlink()

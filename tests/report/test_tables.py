@@ -71,11 +71,6 @@ def groups():
     return groups_of_all_kinds()
 
 
-@pytest.fixture(scope="module")
-def built(groups):
-    return {table.name: table for table in tables.build(groups)}
-
-
 def test_tables_have_their_golden_text(groups):
     assert text_of(groups).splitlines() == GOLDEN.read_text("utf-8").splitlines()
 
@@ -130,18 +125,6 @@ def test_validation_images_choose_settings():
         groups.append(made_up.with_numbers(group, numbers))
     assert tables.best_settings(groups) == "γ 0.5, η 0.75, K 1"
     assert tables.best_settings(groups[:1]) == "γ 0.25, η 0.5, K 3"
-
-
-# Files --------------------------------------------------------------------------------------------
-
-
-def test_files_of_numbers_have_one_row_per_number(built, tmp_path):
-    built["plugin"].write(tmp_path)
-    rows = pd.read_csv(tmp_path / "plugin.csv")
-    assert rows["mean"].notna().all()
-    labels = ["benchmark", "learner", "calibrator", "quantity", "settings"]
-    assert not rows.duplicated(labels).any()
-    assert (tmp_path / "plugin.tex").read_text() == built["plugin"].to_latex()
 
 
 def test_latex_escapes_names_and_numbers():
