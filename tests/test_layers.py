@@ -20,16 +20,16 @@ LAYOUT = {
 # Tokens by room, the sizes that were reached. A module outside a folder belongs to "package".
 LIMITS = {
     "calibration": 27_060,
-    "data": 14_340,
+    "data": 14_420,
     "features": 3_480,
-    "learners": 22_720,
+    "learners": 22_750,
     "machine": 7_610,
-    "model": 11_470,
+    "model": 11_500,
     "package": 14_120,
     "paper": 5_560,
-    "posthoc": 3_370,
-    "report": 22_870,
-    "run": 21_920,
+    "posthoc": 3_380,
+    "report": 22_920,
+    "run": 21_980,
 }
 
 

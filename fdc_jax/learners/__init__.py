@@ -186,7 +186,7 @@ def check_state(name: str, method: str, before: Any, after: Any) -> None:
         )
 
 
-def difference(expected: Any, found: Any) -> str:
+def difference(expected: Any, actual: Any) -> str:
     """Returns a phrase about the first leaf whose shape or dtype differs in two trees, or ""."""
 
     def kinds(tree: Any) -> dict[str, str]:
@@ -196,9 +196,9 @@ def difference(expected: Any, found: Any) -> str:
             for path, x in leaves
         }
 
-    by_path = kinds(expected), kinds(found)
-    for path in [*by_path[0], *by_path[1]]:
-        before, now = (tree.get(path, "nothing") for tree in by_path)
+    trees = kinds(expected), kinds(actual)
+    for path in [*trees[0], *trees[1]]:
+        before, now = (tree.get(path, "nothing") for tree in trees)
         if before != now:
             return f"{escaped(path)[:80] or 'the root'}: expected {before}, found {now}"
     return ""
