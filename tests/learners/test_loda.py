@@ -96,13 +96,12 @@ def test_merged_kernels_and_moments_in_float64(run, backbone):
 
 def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone):
     """A batch of one class makes a plain step, whose moments show the gradients."""
-    step, batch = run.steps[2], toy.make_batch(5, size=6, classes=1, padding=2)
+    step = run.steps[2]
     kernels = run.learner.encoder(backbone, step.before, 2)
     frozen = step.frozen | {"trains": jax.tree.map(jnp.ones_like, step.frozen["trains"])}
-    images, labels = toy.shown([batch])
 
-    def expected(leaves):
+    def expected(leaves, images, labels):
         features = toy.reference_features(images, merged(kernels, frozen, leaves))
         return rsiat_reference.cosface(features, leaves["head"][:2], labels, 20.0, 0.15)
 
-    toy.check_loss(run, frozen, toy.random_like(step.trained, 1), batch, expected)
+    toy.check_loss(run, frozen, toy.random_like(step.trained, 1), expected, classes=1)

@@ -1,23 +1,27 @@
 """Learners on four devices: what they leave behind is what one device gives."""
 
+import numpy as np
 import pytest
 
 from fdc_jax import learners
 from tests import small_runs
+from tests.learners import several_devices
 
 # RSIAT's loss pairs images, which lie on different devices.
-FAST = ("rsiat",)
+MARKS = {"rsiat": pytest.mark.ci}
 
 
 @pytest.mark.parametrize(
-    "names",
+    "name",
     [
-        pytest.param(FAST, marks=pytest.mark.ci),
-        pytest.param(sorted({*learners.names(trained=True)} - {*FAST}), marks=pytest.mark.slow),
+        pytest.param(name, marks=MARKS.get(name, pytest.mark.slow))
+        for name in learners.names(trained=True)
     ],
-    ids=["rsiat", "others"],
 )
-def test_four_devices_leave_what_one_leaves(names, cache):
-    command = ("-m", "tests.learners.several_devices", *names)
-    output = small_runs.python(*command, env=small_runs.with_devices(4))
-    assert output == "four devices agree with one\n"
+def test_four_devices_leave_what_one_leaves(name, tmp_path, cache):
+    """Up to rounding, which a few steps make larger."""
+    command = ("-m", "tests.learners.several_devices", name, tmp_path / "left.npz")
+    small_runs.python(*command, env=small_runs.with_devices(4))
+    with np.load(tmp_path / "left.npz") as file:
+        for actual, expected in zip(file.values(), several_devices.left_behind(name), strict=True):
+            np.testing.assert_allclose(actual, expected, atol=5e-3 * np.abs(expected).max())

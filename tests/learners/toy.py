@@ -15,7 +15,6 @@ import pytest
 import scipy.special
 
 from configs import digits
-from fdc_jax import learners
 from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.learners.second_moments import attention_input_moments
@@ -43,7 +42,7 @@ CLASSES = (2, 3, 2)
 TWO_IMAGES = 2 * ((SIDE // TINY.patch) ** 2 + 1)  # tokens
 
 # Options of learners, no two with the same value.
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "inflora": dict(lamb=0.9998),
     "splitlora": dict(alpha=0.05),
     "ewc_lora": dict(strength=3.0),
@@ -60,9 +59,7 @@ RATES = dict(rsiat=(100.0, 1.0), inflora_ca=10.0, splitlora=400.0, slca=10.0)
 RATE = 100.0
 
 
-def make_learner(
-    name="cumulative_lora", classes_per_task=CLASSES, mesh=None, **fields
-) -> learners.Learner:
+def make_learner(name="cumulative_lora", classes_per_task=CLASSES, mesh=None, **fields):
     """Returns a learner; `fields` are configuration fields with `__` for dots."""
     config = digits.get_config()
     config.learner.name = name
@@ -82,7 +79,7 @@ def make_backbone():
     return random_params(11)
 
 
-def make_batch(seed=0, size=4, classes=2, padding=0) -> Batch:
+def make_batch(seed=0, size=4, classes=2, padding=0):
     """Returns images of noise, with `padding` black rows of weight zero at the end."""
     real = np.arange(size) < size - padding
     images = random_images(seed, size) * real[:, None, None, None]
@@ -90,21 +87,10 @@ def make_batch(seed=0, size=4, classes=2, padding=0) -> Batch:
     return Batch(images, labels.astype(np.int32), real.astype(np.float32))
 
 
-def shown(batches) -> tuple[np.ndarray, np.ndarray]:
+def shown(batches):
     """Returns images and labels of all batches, those of weight zero left out."""
     images, labels, weights = (np.concatenate(part) for part in zip(*batches, strict=True))
     return images[weights > 0], labels[weights > 0]
-
-
-def task_images(*batches: Batch, plain=()) -> training.TaskImages:
-    """Returns the batches as augmented images, and as plain ones unless others are given."""
-    plain = plain or batches
-
-    def features(encoder):
-        images, labels = shown(plain)
-        return np.asarray(encode(images, encoder)), labels
-
-    return training.TaskImages(lambda: iter(batches), lambda: iter(plain), features, None)
 
 
 def placed(tree, mesh=None):
@@ -133,11 +119,13 @@ class Trajectory(NamedTuple):
     """A learner's way through three tasks.
 
     Attributes:
+        name: the learner's.
         update: its step was compiled for all tasks.
         lines: those of all products in the compiled programs.
         features: `(frozen, trained, images) -> features` as the loss sees them, compiled.
     """
 
+    name: str
     learner: Any
     setup: training.LearnerSetup
     update: training.Update
@@ -147,16 +135,18 @@ class Trajectory(NamedTuple):
 
 
 @contextlib.contextmanager
-def programs_compiled():
-    """Fills a list with the texts of the programs that are compiled in its context."""
-    texts = []
+def products_compiled():
+    """Fills a list with the lines of all products in programs compiled in its context."""
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_dump_ir_to", folder)
         try:
-            yield texts
+            yield lines
         finally:
             jax.config.update("jax_dump_ir_to", "")
-        texts.extend(path.read_text() for path in Path(folder).iterdir())
+        for path in Path(folder).iterdir():
+            text = path.read_text().splitlines()
+            lines += [line for line in text if re.search("stablehlo.(dot_general|convol)", line)]
 
 
 def images_of(task, classes, mesh=None):
@@ -169,18 +159,24 @@ def images_of(task, classes, mesh=None):
         made = [make_batch(seed + i, size=6, classes=classes, padding=i) for i in range(2)]
         return devices.split(mesh, made) if mesh else made
 
-    return task_images(*batches(10 * task), plain=batches(10 * task + 5))
+    augmented, plain = batches(10 * task), batches(10 * task + 5)
+
+    def features(encoder):
+        images, labels = shown(plain)
+        return np.asarray(encode(images, encoder)), labels
+
+    return training.TaskImages(lambda: iter(augmented), lambda: iter(plain), features, None)
 
 
 @functools.cache
-def trajectory(name, classes_per_task=CLASSES, mesh=None) -> Trajectory:
+def trajectory(name, classes_per_task=CLASSES, mesh=None):
     """Trains a learner on tasks of noise, once for all tests."""
     learner, backbone = make_learner(name, classes_per_task, mesh), make_backbone()
     setup = learner.setup
     update, rate = learner.update(), RATES.get(name, RATE)
     put = functools.partial(devices.replicate, setup.mesh)
     state, steps = put(learner.initial_state()), []
-    with programs_compiled() as programs:
+    with products_compiled() as lines:
         for task, classes in enumerate(classes_per_task):
             images = images_of(task, classes, mesh)
             # As in a run: arrays on other devices, or free to move, would compile a step again.
@@ -196,7 +192,6 @@ def trajectory(name, classes_per_task=CLASSES, mesh=None) -> Trajectory:
             steps.append(Step(state, designed, frozen, started, trained, images, after))
             state = after
     assert update.step._cache_size() == 1  # One compilation serves all tasks.
-    lines = re.findall(r".*stablehlo\.(?:dot_general|convolution).*", "\n".join(programs))
 
     @jax.jit
     def features(frozen, trained, images):
@@ -204,25 +199,18 @@ def trajectory(name, classes_per_task=CLASSES, mesh=None) -> Trajectory:
         with pytest.MonkeyPatch.context() as patch:
             calls = encoder_calls(patch)
             learner.loss(backbone, frozen, trained, batch)
-        return calls[0].features
+        return calls[0][-1]
 
-    return Trajectory(learner, setup, update, steps, lines, features)
-
-
-class Call(NamedTuple):
-    """A call of the encoder."""
-
-    arguments: tuple[Any, ...]
-    features: Any
+    return Trajectory(name, learner, setup, update, steps, lines, features)
 
 
-def encoder_calls(monkeypatch) -> list[Call]:
-    """Returns a list that fills with every further call of the encoder."""
+def encoder_calls(monkeypatch):
+    """Returns a list of arguments and features of every further call of the encoder."""
     calls, encode = [], vit.encode
 
     def recorded(*arguments):
-        calls.append(Call(arguments, encode(*arguments)))
-        return calls[-1].features
+        calls.append([*arguments, encode(*arguments)])
+        return calls[-1][-1]
 
     monkeypatch.setattr(vit, "encode", recorded)
     return calls
@@ -286,23 +274,25 @@ def step(run, frozen, trained, batch, backbone=None):
     """Returns trained leaves, the state of the update and the loss after a first step."""
     frozen, leaves = placed((frozen, trained))
     progress = placed(run.update.initialise(leaves))
-    rate = (1.0, 1.0) if run.learner.title == "RSIAT" else 1.0
+    rate = (1.0, 1.0) if run.name == "rsiat" else 1.0
     return run.update.step(backbone or make_backbone(), frozen, leaves, progress, batch, rate)
 
 
-def check_loss(run, frozen, trained, batch, loss, backbone=None, rtol=2e-3):
-    """Compares the loss and its gradients with `loss`, a function of the float64 leaves.
+def check_loss(run, frozen, trained, loss, classes=2, backbone=None, rtol=2e-3):
+    """Compares the loss of a batch and its gradients with float64.
 
-    The gradients come from the moments of the first step, which is compiled. They are compared
-    along a random direction of every leaf. Returns gradients and slopes.
+    `loss` is a function of float64 leaves, images and labels. The gradients come from the moments
+    of the first step, which is compiled. Returns gradients and slopes.
     """
+    batch = make_batch(2, size=6, classes=classes, padding=2)
     _, progress, value = step(run, frozen, trained, batch, backbone)
-    np.testing.assert_allclose(value, loss(float64(trained)), rtol=2e-4)
+    given = shown([batch])
+    np.testing.assert_allclose(value, loss(float64(trained), *given), rtol=2e-4)
     for moment, share in (("mu", 0.1), ("first", 0.1), ("trace", 1.0)):
         sums = optax.tree.get(progress, moment)
         if sums is not None:
             gradients = jax.tree.map(lambda leaf, s=share: leaf / s, float64(sums))
-    return gradients, assert_slopes(loss, trained, gradients, rtol)
+    return gradients, assert_slopes(lambda leaves: loss(leaves, *given), trained, gradients, rtol)
 
 
 def assert_slopes(loss, trained, gradients, rtol=2e-3):
