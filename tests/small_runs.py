@@ -19,6 +19,7 @@ from fdc_jax.posthoc import command as posthoc
 from fdc_jax.run import configuration, seeds
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 # Two tasks of eight steps, with checkpoints within them; four devices share no batch evenly.
 FIELDS = {
     "classes_per_task": 5,
@@ -85,9 +86,8 @@ def stopped(config, workdir, looks):
 
 def python(*arguments, expected=0, cwd=REPOSITORY, env=None):
     """Runs Python with arguments, and returns its output, or its errors if any are expected."""
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     command = [sys.executable, *map(str, arguments)]
-    output, errors = finish(subprocess.Popen(command, cwd=cwd, env=env, **pipes), expected)
+    output, errors = finish(subprocess.Popen(command, cwd=cwd, env=env, **PIPES), expected)
     return errors if expected else output
 
 
@@ -102,22 +102,13 @@ def start(workdir, *options, cache, devices=1, before=(), cwd=None):
 
     Later options hold; without a work directory it is the one that the command chooses.
     """
-    program = [sys.executable, str(REPOSITORY / "main.py")]
-    given = {"--config": REPOSITORY / "configs" / "digits.py"}
-    given |= {f"--config.{name}": value for name, value in FIELDS.items()}
-    given |= {"--workdir": workdir} if workdir else {}
-    for option in options:
-        name, _, value = option.partition("=")
-        given[name] = value
-    options_given = [f"{name}={value}" if value != "" else name for name, value in given.items()]
-    return subprocess.Popen(
-        [*before, *program, *options_given],
-        cwd=cwd,
-        env=with_devices(devices) | {"FDC_JAX_CACHE": str(cache)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    given = [f"--config={REPOSITORY / 'configs' / 'digits.py'}"]
+    given += [f"--config.{name}={value}" for name, value in FIELDS.items()]
+    given += [f"--workdir={workdir}"] if workdir else []
+    by_name = {option.partition("=")[0]: option for option in [*given, *options]}
+    program = [*before, sys.executable, str(REPOSITORY / "main.py"), *by_name.values()]
+    environment = with_devices(devices) | {"FDC_JAX_CACHE": str(cache)}
+    return subprocess.Popen(program, cwd=cwd, env=environment, **PIPES)
 
 
 def finish(process, expected=0):
@@ -223,16 +214,6 @@ def nothing_done_twice(workdir):
         if event["event"] == "evaluation":
             assert event["task"] >= tasks_done and event["task"] not in evaluated
             evaluated.append(event["task"])
-
-
-def test_files(opened, folder):
-    """Writes the files of the test images of an opened run, in the order of `predictions.npz`."""
-    tasks = opened.tasks
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{row:04d}.png" for row in range(len(tasks.test_indices))]
-    for path, index in zip(paths, tasks.test_indices.tolist(), strict=True):
-        tasks.test.image(index).save(path)
-    return paths
 
 
 def other_weights(folder):

@@ -22,15 +22,12 @@ TRIAL = ("--variant=digits", "--image_size=32", "--batch_size=4")
 SIZES = ("--tasks=3", "--images=330", "--classes=22", "--width=16", "--repeats=1")
 
 
-def test_the_calibration_benchmark_writes_times_and_sizes(tmp_path, monkeypatch, capsys):
+def test_the_calibration_benchmark_writes_times_and_sizes(tmp_path, monkeypatch):
     output = tmp_path / "out" / "found.json"
     monkeypatch.setattr(measure, "in_a_process", lambda function, *rest: function(*rest))
-    monkeypatch.setattr(calibration, "BATCHES", (64,))
     monkeypatch.setattr(sys, "argv", ["", *SIZES, f"--output={output}"])
     assert measure.run(calibration.PROGRAM, calibration.main) == 0
-    assert capsys.readouterr().out.count(": fit ") == 1
     (result,) = json.loads(output.read_text())["results"]
-    assert (result["tasks"], result["images"], result["views"]) == (3, 330, 2)
     # The paper's accounting: bases, prototypes, means and scalars in float32.
     numbers = (3 * (result["mean_rank"] + 1) + 22) * 16 + 4 * 3 + 3
     assert result["storage_bytes"] == round(4 * (2 * numbers + 2 * 3))

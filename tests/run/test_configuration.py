@@ -1,31 +1,15 @@
 """Configurations: every field is checked before work begins."""
 
 import pickle
-import re
 import typing
 
 import pytest
 
-from configs import omnibench1k
 from fdc_jax import command
-from fdc_jax.data import benchmarks as stream
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 from fdc_jax.run import base, configuration
 from fdc_jax.run.config import Config, fields
-
-
-def test_streams_of_omnibenchmark_1k_have_the_stated_tasks():
-    flags = [""]
-    for line in re.findall("--config.classes_per_task=.*", omnibench1k.__doc__):
-        repeated = r"\$\(printf '(.*)%.0s' \{1\.\.(\d+)\}\)"
-        flags.append(re.sub(repeated, lambda match: match[1] * int(match[2]), line))
-    counts = []
-    for flag in flags:
-        config = command.configured(["--config=omnibench1k", *flag.split()])
-        counts.append(len(stream.task_sizes("omnibench1k", 1000, config.classes_per_task)))
-    assert counts == [100, 200, 151, 301]
-
 
 CHOICES = {
     "precision": vit.PRECISIONS,

@@ -41,23 +41,6 @@ def test_finished_run_is_not_repeated(copy, cache):
     assert contents(copy) == before
 
 
-@pytest.fixture(scope="module")
-def second(stopped_run, cache, tmp_path_factory):
-    """The stopped run, stopped again in its second task."""
-
-    def stop(folder):
-        small_runs.stopped(config(cache), small_runs.copied(stopped_run, folder), 3)
-
-    return small_runs.shared(tmp_path_factory, "second", stop)
-
-
-def test_a_damaged_feature_file_is_named(second, cache, tmp_path):
-    folder = small_runs.copied(second, tmp_path / "run")
-    (folder / "features/train_previous_1.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(InputError, match=r"train_previous_1.npy: not a readable"):
-        go(config(cache), folder)
-
-
 MISSING = {
     "config.json": r"has files of a run but no config.json",
     "results.json tasks/task_000.json": r"task_000.json: is missing; put it back, or choose",
@@ -70,13 +53,6 @@ def test_a_missing_file_is_named(copy, cache, names):
         (copy / name).unlink()
     with pytest.raises(InputError, match=MISSING[names]):
         go(config(cache), copy)
-
-
-def test_results_are_written_again(finished_run, copy, cache):
-    """As by a process that was killed after the last task was done."""
-    (copy / "results.json").unlink()
-    go(config(cache), copy)
-    small_runs.same_outcome(finished_run, copy)
 
 
 def test_last_task_is_evaluated_again(finished_run, copy, cache):
@@ -92,10 +68,11 @@ def test_last_task_is_evaluated_again(finished_run, copy, cache):
 
 @pytest.mark.ci
 def test_lost_features_of_the_previous_encoder_are_recomputed(
-    finished_run, second, cache, tmp_path
+    finished_run, stopped_run, cache, tmp_path
 ):
     """Class Gaussians without them would estimate no drift, and nothing would say so."""
-    folder = small_runs.copied(second, tmp_path / "run")
+    folder = small_runs.copied(stopped_run, tmp_path / "run")
+    small_runs.stopped(config(cache), folder, 3)
     path = folder / "features" / "train_previous_1.npy"
     expected = path.read_bytes()
     path.unlink()

@@ -2,7 +2,7 @@
 
 import json
 import sys
-import types
+from unittest import mock
 
 import pytest
 
@@ -47,13 +47,8 @@ def test_tensorboard_has_each_event_once_after_a_stop(cache, tmp_path):
 
 def test_a_resumed_run_passes_each_event_on_once(tmp_path, monkeypatch):
     """Weights & Biases get the name and the start of the run, so that it resumes there."""
-    logged, options = [], {}
-
-    def init(**given):
-        options.update(given)
-        return types.SimpleNamespace(log=lambda values, step: logged.append((step, values)))
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     epoch = {"event": "epoch", "time": 6.0, "task": 0, "epoch": 0, "loss": 0.5}
     events = [
         {"event": "training", "time": 5.25, "task": 0, "step": 0},
@@ -64,7 +59,9 @@ def test_a_resumed_run_passes_each_event_on_once(tmp_path, monkeypatch):
     file = tmp_path / "metrics.jsonl"
     file.write_text("\n".join(map(json.dumps, events)) + '\n{"event": "ep')
     Loggers("wandb", file).add(epoch | {"epoch": 1, "loss": 0.25})
-    assert logged == [(n, {"epoch/loss": 1 / 2**n, "step": n}) for n in (1, 2)]
+    actual = [(*call.args, call.kwargs) for call in wandb.init().log.call_args_list]
+    assert actual == [({"epoch/loss": 1 / 2**n, "step": n}, {"step": n}) for n in (1, 2)]
+    options = wandb.init.call_args_list[0].kwargs
     assert (options["id"], options["name"], options["dir"]) == ("6000", tmp_path.name, tmp_path)
 
 

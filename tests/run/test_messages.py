@@ -11,6 +11,7 @@ from fdc_jax.machine import devices
 from fdc_jax.run import base, configuration, seeds
 from fdc_jax.run import setup as setups
 from tests import small_runs
+from tests.errors import input_error
 from tests.small_runs import config, run
 
 COMMAND_LINE = {
@@ -29,9 +30,8 @@ COMMAND_LINE = {
 
 @pytest.mark.parametrize("arguments", COMMAND_LINE)
 def test_wrong_command_lines_are_one_line(arguments):
-    with pytest.raises(InputError, match=COMMAND_LINE[arguments].replace("?", r"\?")) as caught:
+    with input_error(COMMAND_LINE[arguments].replace("?", r"\?")):
         command.configured(arguments.split())
-    assert "\n" not in str(caught.value)
 
 
 PART = "from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict"
@@ -79,22 +79,16 @@ def test_wrong_values_are_one_line(field):
             configuration.typed(config)
 
 
-KINDS = {
-    "nothing": lambda path: None,
-    "folder": os.mkdir,
-    "FIFO": os.mkfifo,
-    "UTF-16": lambda path: path.write_text("ash", "utf-16"),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_class_order_is_read_from_a_regular_file(kind, tmp_path):
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.write_bytes(b"\xff")])
+def test_a_class_order_is_read_from_a_regular_file(make, tmp_path):
     path = tmp_path / "order.txt"
-    KINDS[kind](path)
     config = base.get_config()
     config.class_order, config.class_order_seed = (str(path),), -1
-    with pytest.raises(InputError, match=r"config.class_order: .*/order.txt: expected a file of n"):
-        configuration.typed(config)
+    for _ in ("absent", "present"):
+        with pytest.raises(InputError, match=r"config.class_order: .*/order.txt: expected a file"):
+            configuration.typed(config)
+        if not path.exists():
+            make(path)
 
 
 PATHS = {
@@ -130,9 +124,8 @@ SETTINGS = {
 @pytest.mark.parametrize("field", SETTINGS)
 def test_settings_that_do_not_fit_data_weights_or_learner(field, cache, tmp_path):
     value, message = SETTINGS[field]
-    with pytest.raises(InputError, match=message) as caught:
+    with input_error(message):
         run(config(cache, **{field: value}), tmp_path / "run")
-    assert "\n" not in str(caught.value)
     assert (tmp_path / "run").exists() == (field == "learner.name")
 
 

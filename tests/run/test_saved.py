@@ -49,8 +49,7 @@ def test_encoders_of_a_finished_run_give_its_saved_features(opened):
 def test_a_stopped_run_opens_with_its_trained_tasks(stopped_run):
     run = fdc_jax.open_run(stopped_run)
     assert (run.results, run.num_tasks, len(run.heads())) == (None, 2, 1)
-    assert [record.task for record in run.read_records()] == [0]
-    assert run.calibrator("fdc").num_tasks == 1
+    assert len(run.read_records()) == run.calibrator("fdc").num_tasks == 1
     with pytest.raises(InputError, match="expected E_0 to E_1, found E_2"):
         run.encoder(2)
     with pytest.raises(InputError, match=r"predictions.npz"):
@@ -200,7 +199,6 @@ def test_learner_outside_the_package_runs_only_if_named(finished_run, tmp_path):
     name = "tests.learners.grows"
     write_json(copy / "config.json", read_json(copy / "config.json") | {"learner.name": name})
     run = fdc_jax.open_run(copy)
-    assert run.results is not None
     with pytest.raises(InputError, match="to run its code, name it: --learner="):
         run.encoder(1)
     fdc_jax.open_run(copy, learner=name).encoder(1)

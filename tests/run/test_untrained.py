@@ -50,9 +50,7 @@ def test_a_frozen_encoder_predicts_the_nearest_class_mean(frozen, finished_run):
 
 
 @pytest.mark.ci
-def test_a_run_answers_before_it_trains(
-    frozen, finished_run, cache, tmp_path, capsys, caplog, monkeypatch
-):
+def test_a_run_answers_before_it_trains(frozen, finished_run, cache, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(seeds, "_SLOW_SECONDS", 0.0)
 
     folder, fields = tmp_path / "run", config(cache, untrained=True)
@@ -65,9 +63,7 @@ def test_a_run_answers_before_it_trains(
     printed = capsys.readouterr().err
     assert f"without training: {accuracy:.1f} %; training on top takes about " in printed
     assert "--config.encoder.image_size=16 (a quarter; " in printed
-    assert "without drift compensation" not in caplog.text
-    reason = f"0 tasks done; {untrained} has its answer before training"
-    assert reason in runs.load([folder])[1][folder]
+    assert f"{untrained} has its answer before training" in runs.load([folder])[1][folder]
     known, page = fdc_jax.open_run(frozen), tmp_path / "page.html"
     known.tasks.test.image(0).save(tmp_path / "0.png")
     arguments = [str(folder), f"{tmp_path}/0.png", f"--html={page}", f"--output={tmp_path}/a.csv"]
@@ -91,8 +87,7 @@ def test_estimate_counts_the_rest_of_a_resumed_run(cache, tmp_path, capsys):
     folder, fields = tmp_path / "run", config(cache, untrained=True, classes_per_task=(9, 1))
     with pytest.raises(Interrupted):
         seeds.run(fields, str(folder), False, StopsAfter(folder / "tasks" / "task_000.json"))
-    first = capsys.readouterr().err
-    assert "batches of 18, 9 (last 1) classes a task\n" in first and "a loss of 0" not in first
+    assert "a loss of 0" not in capsys.readouterr().err
     seeds.run(fields, str(folder))
     printed = capsys.readouterr().err
     assert "; the rest of the training takes about " in printed
