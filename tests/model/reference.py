@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.special import erf
+from scipy.special import erf, softmax
 
 from fdc_jax.model import vit
 
@@ -84,8 +84,7 @@ def features(params, images, updates=None, adapter=None, inputs=None):
             for head in range(heads):
                 columns = slice(head * width // heads, (head + 1) * width // heads)
                 q, k, v = (projected[part][:, columns] for part in ("query", "key", "value"))
-                weight = np.exp(q @ k.T / math.sqrt(width // heads))
-                mixed.append(weight / weight.sum(1, keepdims=True) @ v)
+                mixed.append(softmax(q @ k.T / math.sqrt(width // heads), axis=1) @ v)
             out = attention["out"]["kernel"].reshape(width, width)
             z = z + np.concatenate(mixed, 1) @ out + attention["out"]["bias"]
             mlp = block["MlpBlock_3"]
