@@ -130,21 +130,6 @@ def test_a_checkpoint_within_a_task_keeps_the_features_of_before(digits, tmp_pat
     assert torch.equal(resumed.calibrated.eval()(train), callback.calibrated.eval()(train))
 
 
-def test_random_transforms_of_the_training_loader_are_named(digits, tmp_path, caplog):
-    from fdc_lightning import FDCCallback
-
-    class Noisy(torch.utils.data.TensorDataset):
-        def __getitem__(self, row):
-            image, label = super().__getitem__(row)
-            return image + torch.rand(64), label
-
-    (loader, *_) = loaders_of(digits)
-    for data, named in ((loader.dataset, 0), (Noisy(*loader.dataset.tensors), 1)):
-        callback = FDCCallback(calibration.make("gaussians"), layer="2")
-        fit(Module(), [callback], torch.utils.data.DataLoader(data, 32), tmp_path, epochs=1)
-        assert len([text for text in caplog.messages if text.startswith("loader of")]) == named
-
-
 def test_program_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     defined = run_program("Lightning")

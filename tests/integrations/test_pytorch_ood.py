@@ -84,17 +84,6 @@ def test_copies_and_pickles_score_equally(digits, name):
         torch.testing.assert_close(together(images), scores, rtol=1e-3, atol=0)
 
 
-def test_one_task_by_default(digits):
-    from fdc_pytorch_ood import FDCDetector
-
-    images = torch.tensor(digits[0])
-    labels = torch.tensor(digits[2])
-    head = torch.nn.Linear(64, 10, bias=False)
-    detector = FDCDetector(torch.nn.Identity(), head).fit_features(images, labels)
-    scores = detector(torch.cat([images, torch.rand(200, 64)]))
-    assert scores[:-200].median() < scores[-200:].median()
-
-
 def test_program_of_the_page(capsys):
     defined = run_program("pytorch-ood")
     unknown = defined["labels"][defined["test"]] >= 6

@@ -286,12 +286,6 @@ def test_errors_name_the_file_and_the_array(source, arrays, tmp_path):
     assert f"{path}: test_adapted: row 4 has no finite score by mahalanobis" in error
 
 
-def test_seeds_have_equal_sizes(source, arrays, tmp_path):
-    np.savez(tmp_path / "few.npz", **arrays | {n: arrays[n][:9] for n in arrays if n[:4] == "test"})
-    message = "few.npz: expected 3 tasks, 6 classes, 90 test samples as in "
-    assert message in fails(source, tmp_path / "few.npz")
-
-
 def test_a_sweep_that_no_task_allows_is_one_line(source):
     code, out, error = run(source, "--neighbours=1,3")
     assert (code, error) == (0, "")
@@ -402,18 +396,6 @@ def test_methods_that_need_no_head_apply_without_heads(source, headless, tmp_pat
         assert f"{name}: not applicable: {reason}" in after
     for arguments in ([], ["--method=fdc,ls"]):
         assert f"{headless}: head_weight_0: missing, which fdc" in fails(headless, *arguments)
-
-
-def test_a_report_without_heads_has_no_raw_accuracy_and_no_gain(headless, tmp_path, no_figures):
-    output = tmp_path / "report"
-    code, out, error = run(headless, "--method=gaussians,ncm", f"--output={output}")
-    assert code == 0 and "Traceback" not in error
-    assert "raw: not applicable" in error
-    text = (output / "tables" / "calibrators.txt").read_text(encoding="utf-8")
-    assert "Class Gaussians" in text and "Class Gaussians" in out
-    for word in ("Raw", "gain", "Task given  "):
-        assert word not in text and word not in out
-    assert "head of task 0 (from 0): missing, which fdc reads" in out
 
 
 # Drift compensation -------------------------------------------------------------------------------
