@@ -113,11 +113,9 @@ def test_a_trial_tries_parts_of_every_kind(accelerated):
     assert records.keys() == parts and reasons == skipped
     rows = {}
     for name in records.keys() - reasons.keys():
-        record = records[name]
-        assert record["checks"] or record["rows"], name
-        assert {"jax", "commit"} <= record["versions"].keys()
-        assert ("device" in record) == accelerator.PARTS[name].device, name
-        rows |= {row["what"]: row for row in record["rows"]}
+        assert records[name]["rows"], name
+        assert ("device" in records[name]) == accelerator.PARTS[name].device, name
+        rows |= {row["what"]: row for row in records[name]["rows"]}
     assert all(row["milliseconds"] > 0 and name in printed for name, row in rows.items())
     step = rows["training step, parity, xla, batch 4"]
     assert 0 < step["share_of_peak"] < 1 and step["temporary_gib"] > 0
@@ -130,8 +128,6 @@ def test_a_part_that_is_stopped_keeps_its_rows(tmp_path):
         (record,) = accelerator.finish(process, ["features"], options, 0.1).values()
         process.kill()
     assert (record["status"], record["rows"]) == ("out of time", [{"what": "x"}])
-    failed = accelerator.read_record("digits", options, "failed")
-    assert accelerator.wrong("digits", failed) == ["the part failed, see its log"]
 
 
 def test_wrong_flags_are_one_line(accelerated):

@@ -13,28 +13,22 @@ STRICT = {
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
     "JAX_NUMPY_RANK_PROMOTION": "raise",
 }
-TINY = """
-data.train_per_class=3 data.test_per_class=4 train.epochs=1 train.batch_size=6 num_tasks=2
-classes_per_task=2 evaluation.batch_size=64 report=False
-""".split()
 PHOTOGRAPHS = """
 encoder.variant=digits encoder.weights=digits encoder.image_size=32 train.epochs=1
 train.batch_size=6 classes_per_task=1 report=False
 """.split()
 
 
-def fdc(*arguments, variables, **options):
-    return python("-m", "fdc_jax", *arguments, env=os.environ | variables, **options)
-
-
-def run(workdir, name, fields, *arguments, **options):
+def run(workdir, name, fields, *arguments, variables, **options):
     flags = [f"--config.{field}" for field in fields]
-    return fdc("run", f"--config={name}", f"--workdir={workdir}", *flags, *arguments, **options)
+    arguments = [f"--config={name}", f"--workdir={workdir}", *flags, *arguments]
+    return python("-m", "fdc_jax", "run", *arguments, env=os.environ | variables, **options)
 
 
 @pytest.mark.ci
 def test_all_methods_fit_the_example_under_strict_rules():
-    printed = fdc("posthoc", "example", "--method=all", "--projections=100", variables=STRICT)
+    program = ("-m", "fdc_jax", "posthoc", "example", "--method=all", "--projections=100")
+    printed = python(*program, env=os.environ | STRICT)
     assert len(printed.splitlines()) > 10
 
 
@@ -49,5 +43,5 @@ def test_own_photographs_are_learned_under_strict_rules(tmp_path, cache):
 @pytest.mark.ci
 def test_a_guard_of_transfers_is_one_line(tmp_path, cache):
     guard = {"JAX_TRANSFER_GUARD": "disallow"}
-    (line,) = run(tmp_path, "digits", TINY, "--quiet", variables=guard, expected=2).splitlines()
+    (line,) = run(tmp_path, "digits", (), "--quiet", variables=guard, expected=2).splitlines()
     assert line.startswith("fdc_jax.run: JAX_TRANSFER_GUARD: ")

@@ -3,16 +3,17 @@
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from sklearn.metrics.pairwise import cosine_similarity
 
 import fdc_jax
-from fdc_jax import calibration, export, heads, latency
+from fdc_jax import calibration, export, latency
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NearestMeanHead
 
 
 def test_every_contender_is_warmed_up_and_timed_in_turn(monkeypatch):
-    events, peaks = [], iter([100, 150, 170])
-    monkeypatch.setattr(latency.devices, "peak_memory", lambda: next(peaks))
+    events, peaks = [], [100, 150, 170]
+    monkeypatch.setattr(latency.devices, "peak_memory", lambda: peaks.pop(0))
     monkeypatch.setattr(latency, "raw_labels", lambda _: lambda views: events.append("raw"))
     monkeypatch.setattr(latency, "fdc_labels", lambda _, n: lambda v: events.append(f"fdc {n}"))
 
@@ -22,8 +23,7 @@ def test_every_contender_is_warmed_up_and_timed_in_turn(monkeypatch):
     actual = latency.timings(encode, None, ("adapted", "pretrained"), None, None, (2, 3, 5))
     expected = 17 * ["adapted", "raw"] + 17 * ["adapted", "fdc 1"]
     assert events == expected + 17 * ["adapted", "pretrained", "fdc 2"]
-    peaks_of = {name: timing.peak_bytes for name, timing in actual.items()}
-    assert peaks_of == {"baseline": 100, "single": 150, "dual": 170}
+    assert [timing.peak_bytes for timing in actual.values()] == [100, 150, 170]
     assert all(len(timing.milliseconds) == 3 for timing in actual.values())
 
 
@@ -43,10 +43,10 @@ def test_heads_that_divide_by_the_norm_keep_doing_so():
     rng, fdc = np.random.default_rng(0), calibration.FDC()
     means = rng.normal(size=(2, 3, 4)).astype("f4")
     fdc.heads = [*map(NearestMeanHead, means)]
-    fdc.classes = [np.array([7, 3, 5]), np.array([2, 9, 1])]
-    features = (rng.normal(size=(20, 4)) * 10.0 ** rng.integers(-3, 3, (20, 1))).astype("f4")
-    cosines = heads.unit(features) @ heads.unit(means.reshape(6, 4)).T
-    expected = np.concatenate(fdc.classes)[cosines.argmax(axis=1)]
+    fdc.classes = np.array([[7, 3, 5], [2, 9, 1]])
+    features = 1e3 * rng.normal(size=(20, 4)).astype("f4")
+    cosines = cosine_similarity(features, means.reshape(6, 4))
+    expected = fdc.classes.ravel()[cosines.argmax(axis=1)]
     assert_array_equal(latency.raw_labels(fdc)([features]), expected)
 
 

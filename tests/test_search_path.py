@@ -59,9 +59,9 @@ def stranger(finished_run, tmp_path_factory):
 def run_in(folder, cache, *command, path=(str(small_runs.REPOSITORY),), code=0):
     """Runs Python in a folder; asserts that no trap ran."""
     variables = {"PYTHONPATH": os.pathsep.join(path), "FDC_JAX_CACHE": str(cache)}
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | variables
+    options = {"cwd": folder, "env": os.environ | variables | {"PYTHONSAFEPATH": ""}}
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     marker = folder.parent / "marker"
     assert not marker.exists(), (command, sorted({*marker.read_text().split()}))
     assert done.returncode == code, done.stderr

@@ -175,7 +175,6 @@ def test_opened_folder_cannot_name_files_of_this_machine(finished_run, tmp_path)
     forged = {
         "cache_dir": str(stranger / "cache"),
         "data.dir": str(images),
-        "data.workers": 3,
         "data.source": str(images),
         "benchmark": "photos",
         "encoder.weights": str(images / "weights.npz"),
