@@ -1,10 +1,7 @@
 """Checkpoints: types survive, damage is noticed, the one before it is used."""
 
-import logging
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -38,9 +35,10 @@ def assert_equal_trees(one, other):
 
 
 def newest(checkpoints):
-    """Returns number, cursor and tree of the newest usable checkpoint."""
+    """Returns number and tree of the newest usable checkpoint."""
     number, cursor = checkpoints.newest()
-    return number, cursor, checkpoints.read(number, make_tree())
+    assert cursor == {"tasks_done": number}
+    return number, checkpoints.read(number, make_tree())
 
 
 def save(checkpoints, number, tree):
@@ -64,14 +62,14 @@ def filled(written, tmp_path):
     return Checkpoints(shutil.copytree(written, tmp_path / "checkpoints"), keep=2)
 
 
-def test_round_trip_keeps_types_values_cursor_and_files(filled, tmp_path):
-    number, cursor, restored = newest(filled)
-    assert (number, cursor["tasks_done"]) == (3, 3)
+def test_round_trip_keeps_types_values_and_files(filled):
+    number, restored = newest(filled)
+    assert number == 3
     assert_equal_trees(restored, make_tree(3))
     assert isinstance(restored["trained"]["head"], LinearHead)
     assert isinstance(restored["optimizer"], optax.ScaleByAdamState)
     for number in (2, 3):
-        path = tmp_path / "checkpoints" / str(number) / "calibrators" / "numbers.npz"
+        path = filled.folder / str(number) / "calibrators" / "numbers.npz"
         assert np.load(path)["number"] == number
 
 
@@ -101,70 +99,60 @@ def test_full_disk_is_one_line_and_earlier_checkpoints_stay(filled, monkeypatch,
 
 def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path):
     """And nothing of their size is put on a device on the way."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
-    large = np.random.default_rng(0).normal(size=(50, 40, 10)).astype(np.float32)
-    tree = {"host": large, "device": jnp.arange(3.0), "both": LinearHead(large[0], jnp.ones(40))}
+    checkpoints, large = Checkpoints(tmp_path / "checkpoints"), np.ones((50, 400), np.float32)
+    tree = {"host": large, "both": LinearHead(large[0], jnp.ones(40))}
     save(checkpoints, 1, tree)
     before = {id(array) for array in jax.live_arrays()}
     restored = checkpoints.read(1, tree | {"host": np.zeros_like(large)})
     assert_equal_trees(restored, tree)
-    types = [isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored)]
-    assert types == [isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)]
+    assert jax.tree.map(type, restored) == jax.tree.map(type, tree)
     new = [array.size for array in jax.live_arrays() if id(array) not in before]
     assert max(new) == 40
 
 
-ARRAYS, METADATA = "tree/**/d/*", "_CHECKPOINT_METADATA"
 # The files of a checkpoint, and how their bytes change; None deletes them.
 DAMAGES = {
-    "truncated": (ARRAYS, lambda content: content[:40]),
-    "flipped": (ARRAYS, lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+    "truncated": ("tree/**/d/*", lambda content: content[:40]),
+    "flipped": ("tree/**/d/*", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
     "deleted": ("tree", None),
-    "cursor": ("cursor/metadata", lambda content: b"{"),
     "no manifest": ("manifest.json", None),
-    "no calibrator": ("calibrators/numbers.npz", None),
-    "empty metadata": (METADATA, lambda content: b""),
-    "other metadata": (METADATA, lambda content: b'{"init_timestamp_nsecs": {}}'),
+    "empty metadata": ("_CHECKPOINT_METADATA", lambda content: b""),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, kind):
-    folder = tmp_path / "checkpoints"
     pattern, change = DAMAGES[kind]
-    paths = [*(folder / "3").glob(pattern)]
+    paths = [*(filled.folder / "3").glob(pattern)]
     assert paths
     for path in paths:
         if change:
             path.write_bytes(change(path.read_bytes()))
         else:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert newest(Checkpoints(folder, read_only=True))[0] == 2
-    assert (folder / "3").exists()
-    again = Checkpoints(folder)
-    number, _, tree = newest(again)
+    assert newest(Checkpoints(filled.folder, read_only=True))[0] == 2
+    assert (filled.folder / "3").exists()
+    again = Checkpoints(filled.folder)
+    number, tree = newest(again)
     assert number == 2
     assert_equal_trees(tree, make_tree(2))
-    assert f"checkpoint {folder / '3'} is unusable (its files are damaged)" in caplog.text
+    assert f"checkpoint {filled.folder / '3'} is unusable" in caplog.text
     assert (tmp_path / "checkpoints_unusable_3").is_dir()
     # Its number is free again.
     save(again, 3, make_tree(7))
-    number, _, tree = newest(again)
+    number, tree = newest(again)
     assert number == 3
     assert_equal_trees(tree, make_tree(7))
 
 
 def test_half_deleted_checkpoint_is_not_reported(filled, tmp_path, caplog):
-    shutil.rmtree(tmp_path / "checkpoints" / "2" / "tree")
-    with caplog.at_level(logging.WARNING):
-        again = Checkpoints(tmp_path / "checkpoints", keep=2)
-        number, _, tree = newest(again)
-        save(again, 4, make_tree(4))
-    assert number == 3 and not caplog.text
-    assert not (tmp_path / "checkpoints" / "2").exists()
-    assert not list(tmp_path.glob("checkpoints_unusable*"))
-    assert_equal_trees(tree, make_tree(3))
-    assert newest(again)[0] == 4
+    shutil.rmtree(filled.folder / "2" / "tree")
+    again = Checkpoints(filled.folder, keep=2)
+    assert newest(again)[0] == 3
+    save(again, 4, make_tree(4))
+    assert newest(again)[0] == 4 and not caplog.text
+    assert {path.name for path in tmp_path.rglob("[0-9]")} >= {"3", "4"}
+    assert not (filled.folder / "2").exists()
 
 
 # Places in which a network disk may fail while the bytes of a checkpoint are right.
@@ -172,11 +160,9 @@ READS = ["fdc_jax.machine.files.sha256", "fdc_jax.machine.files.open_regular", "
 READS += ["orbax.checkpoint.StandardCheckpointHandler.restore", "pathlib.Path.iterdir"]
 
 
-@pytest.mark.parametrize(
-    ("name", "read_only"), [(READS[0], True), *((name, False) for name in READS)]
-)
-def test_intact_checkpoint_stays_when_a_read_fails(filled, tmp_path, monkeypatch, name, read_only):
-    again = Checkpoints(tmp_path / "checkpoints", read_only=read_only)
+@pytest.mark.parametrize("name", READS)
+def test_intact_checkpoint_stays_when_a_read_fails(filled, tmp_path, monkeypatch, name):
+    again = Checkpoints(filled.folder)
     before = small_runs.contents(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(name, stale)
@@ -213,15 +199,12 @@ for number in (1, 2):
 def test_every_finished_checkpoint_has_its_manifest(tmp_path):
     """Nothing is left to write when a checkpoint gets its name."""
     folder = tmp_path / "checkpoints"
-    command = [sys.executable, "-c", KILLED_AT_THE_RENAME, folder]
-    assert subprocess.run(command, cwd=small_runs.REPOSITORY).returncode == -signal.SIGKILL
-    assert (folder / "1" / "manifest.json").exists()
+    small_runs.python("-c", KILLED_AT_THE_RENAME, folder, expected=-signal.SIGKILL)
     (unfinished,) = folder.glob("2.*")
     files.check_manifest(unfinished, "")
-    target = {"A": np.zeros(3)}
     kept = Checkpoints(folder)
     assert kept.newest() == (1, {})
-    kept.save(2, {}, target, {})
+    kept.save(2, {}, {"A": np.zeros(3)}, {})
     kept.wait()
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
 
@@ -237,10 +220,9 @@ def test_metadata_that_are_written_late_are_in_the_manifest(tmp_path, monkeypatc
 
     monkeypatch.setattr(path_type, "write_text", write_late)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    for number in (1, 2):
-        save(checkpoints, number, make_tree(number))
-        files.check_manifest(tmp_path / "checkpoints" / str(number), "")
-    assert newest(checkpoints)[0] == 2
+    save(checkpoints, 1, make_tree(1))
+    files.check_manifest(checkpoints.folder / "1", "")
+    assert newest(checkpoints)[0] == 1
 
 
 def test_checkpoint_has_the_values_at_its_save(filled):

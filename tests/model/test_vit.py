@@ -115,24 +115,6 @@ def test_unknown_names_and_sizes_are_refused(arguments, message):
         vit.build(*arguments)
 
 
-def test_bfloat16_attention_is_near_float32():
-    rng = np.random.default_rng(0)
-    tokens = (2, 2, 5, 5)  # of the gradient, q, k and v
-    arrays = [jnp.asarray(rng.normal(size=(2, count, 3, 8)), jnp.bfloat16) for count in tokens]
-
-    def attend(precision, gradient, *inputs):
-        arithmetic = operations.Arithmetic(gradient.dtype, precision, "xla")
-        value, pull = jax.vjp(lambda *given: operations.attend(*given, arithmetic), *inputs)
-        return value, *pull(gradient)
-
-    wide = [array.astype(jnp.float32) for array in arrays]
-    expected = attend(jax.lax.Precision.HIGHEST, *wide)
-    for array, other in zip(attend(jax.lax.Precision.DEFAULT, *arrays), expected, strict=True):
-        assert array.dtype == jnp.bfloat16
-        error = np.linalg.norm(array.astype(jnp.float32) - other)
-        assert error <= 2**-7 * np.linalg.norm(other)
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)])
 @pytest.mark.parametrize("name", sorted({*operations.ACTIVATIONS} - {"swiglu"}))
 def test_activations_with_kept_slopes(name, dtype, tolerance):
