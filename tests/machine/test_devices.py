@@ -12,7 +12,6 @@ from fdc_jax.machine import devices
 @pytest.mark.parametrize(
     "platform, capability, expected",
     [
-        ("gpu", "9.0", True),
         ("gpu", "12.0", True),
         ("gpu", "7.5", False),
         ("gpu", "gfx90a", False),

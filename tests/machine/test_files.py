@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fdc_jax import calibration, open_run
+from fdc_jax import open_run
 from fdc_jax.data import archive, folder, images, sources
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
@@ -99,13 +99,6 @@ def test_two_writers_of_a_folder_keep_each_others_files(tmp_path):
     assert names == ["out", "out/second"]
 
 
-def test_path_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    path = tmp_path / "file" / "below"
-    with input_error(f"cannot write {path}: "), write_atomically(path):
-        pass
-
-
 @pytest.mark.parametrize(
     "write, read",
     [
@@ -129,33 +122,25 @@ def test_truncated_or_foreign_archive_is_one_line(tmp_path, write, read):
 @pytest.mark.parametrize("change", ["lost", "twice"])
 def test_lost_or_repeated_array_is_noticed(tmp_path, change):
     path = tmp_path / "a.npz"
-    np.savez(path, a=np.zeros(2), b=np.ones(2), c=np.ones(3))
+    np.savez(path, a=np.zeros(2), b=np.ones(2))
     if change == "lost":  # One bit makes the entry of b the comment of the entry of a.
         content = bytearray(path.read_bytes())
         content[content.index(b"PK\1\2") + 32] = 51
         path.write_bytes(content)
     else:
         with zipfile.ZipFile(path, "a") as packed:
-            packed.writestr("c", packed.read("a.npy"))
+            packed.writestr("b", packed.read("a.npy"))
     with input_error(r"a.npz: .*: expected \d different names, found "):
         read_npz(path)
 
 
-@pytest.mark.parametrize(
-    "read, name",
-    [
-        (feature_files.load, "train_adapted_0"),
-        (calibration.load, "float32"),
-        (read_npz, "embedding/kernel"),
-    ],
-)
-def test_arrays_far_larger_than_their_file_are_not_read(tmp_path, read, name):
+def test_arrays_far_larger_than_their_file_are_not_read(tmp_path):
     """As an attack on memory: 300 MiB of zeros in a file of 0.3 MiB."""
     path = tmp_path / "x.npz"
-    np.savez_compressed(path, **{name: np.zeros(300 * 2**20, np.uint8)})
+    np.savez_compressed(path, zeros=np.zeros(300 * 2**20, np.uint8))
     tracemalloc.start()
     with input_error(f"^{path}: .*far more than the file$"):
-        read(path)
+        read_npz(path)
     assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
     tracemalloc.stop()
 
@@ -193,18 +178,15 @@ def test_one_flipped_bit_in_an_archive_is_noticed(flipped):
     [
         ("=HYPERLINK(1).png", "'=HYPERLINK(1).png"),
         ("+x", "'+x"),
-        ("-1+cmd|' /C calc'!A0", "\"'-1+cmd|' /C calc'!A0\""),
+        ("-1+cmd|' /C calc'!A0", "'-1+cmd|' /C calc'!A0"),
         ("@SUM(1)", "'@SUM(1)"),
         ("\tx", "'\\tx"),
         ("\r=x", "'\\r=x"),
         ("a\x1b[31m\n", "a\\x1b[31m\\n"),
-        ("-0.5", "-0.5"),
         ("+0.21 ± 0.10", "+0.21 ± 0.10"),
-        ("oak - 2", "oak - 2"),
     ],
 )
 def test_a_cell_of_a_table_is_never_a_formula(cell, written):
-    written = written.strip('"')
     frame = pd.DataFrame({"name": [cell], cell: [-1.5]}, index=pd.Index([cell], name="row"))
     assert csv_text(frame) == f"row,name,{written}\n{written},{written},-1.5\n"
 
@@ -222,22 +204,6 @@ def test_without_locks_of_the_file_system_a_warning_is_logged(tmp_path, monkeypa
         pass
     assert (tmp_path / ".lock").read_text() == "of somebody"
     assert "the file system has no locks" in caplog.text
-
-
-def run_with_limit(blocks, script, argument):
-    """Runs Python with a limit on the size of files, which stands for a full disk."""
-    shell = f'trap "" XFSZ; ulimit -f {blocks}; exec "$@"'
-    command = ["bash", "-c", shell, "-", sys.executable, "-c", script, argument]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_a_full_disk_is_named_when_a_lock_is_taken(tmp_path):
-    script = "import pathlib, sys; from fdc_jax.machine.files import locked\n"
-    script += "with locked(pathlib.Path(sys.argv[1])): pass"
-    done = run_with_limit(0, script, tmp_path / ".lock")
-    assert done.stderr.splitlines()[-1].endswith(
-        f"cannot write {tmp_path / '.lock.holder'}: File too large"
-    )
 
 
 HOLDS = """
@@ -283,7 +249,10 @@ for suffix in ("npy", "npz", "safetensors", "json"):
 
 
 def test_a_full_disk_is_named_whatever_is_written(tmp_path):
-    done = run_with_limit(100, FULL, tmp_path)
+    """A limit on the size of files stands for a full disk."""
+    shell = 'trap "" XFSZ; ulimit -f 100; exec "$@"'
+    command = ["bash", "-c", shell, "-", sys.executable, "-c", FULL, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["File too large"] * 4, done.stderr
     assert not any(tmp_path.iterdir())
 
@@ -304,7 +273,7 @@ def test_full_disk_names_the_file_by_its_final_path(tmp_path, monkeypatch):
 
 
 WITHOUT = """
-import os, sys, warnings
+import os, pathlib, sys, warnings
 sys.modules["fcntl"] = None
 warnings.filterwarnings("ignore", "only soft file lock is available")
 for name in ("O_NOFOLLOW", "O_NONBLOCK", "sched_getaffinity", "posix_fallocate"):
@@ -314,16 +283,13 @@ from fdc_jax import calibration
 from fdc_jax.heads import LinearHead
 from fdc_jax.machine import files
 fdc = calibration.make("fdc")
-rng = np.random.default_rng(0)
-for task in range(2):
-    labels = np.arange(40) % 2 + 2 * task
-    views = [rng.normal(labels[:, None], 1, (40, 5)).astype(np.float32) for _ in range(2)]
-    head = LinearHead(np.ones((2, 5), np.float32), np.zeros(2, np.float32))
-    fdc.fit_task(views[0], labels, head, pretrained=views[1])
+features = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
+head = LinearHead(np.ones((2, 5), np.float32), np.zeros(2, np.float32))
+fdc.fit_task(features, np.arange(40) % 2, head)
 fdc.finalize()
 fdc.save("fdc.npz")
 calibration.load("fdc.npz")
-with files.locked(__import__("pathlib").Path("lock")):
+with files.locked(pathlib.Path("lock")):
     print("works")
 """
 
@@ -333,28 +299,19 @@ def test_a_system_without_fcntl_locks_and_calibrates(tmp_path):
     assert small_runs.python("-c", WITHOUT, cwd=tmp_path, env=path) == "works\n"
 
 
-PUT = {
-    "link": Path.symlink_to,
-    "dangling link": lambda lock, target: lock.symlink_to(target.with_name("gone")),
-    "hard link": Path.hardlink_to,
-    "FIFO": lambda lock, target: os.mkfifo(lock),
-    "folder": lambda lock, target: lock.mkdir(),
-}
-
-
-@pytest.mark.parametrize("kind", PUT)
+@pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to", "folder"])
 def test_foreign_file_at_the_path_of_a_lock_is_unchanged(tmp_path, kind):
-    target = tmp_path / "target"
-    lock = tmp_path / "run" / ".lock"
+    """Nothing is written to a lock, so that a hard link does no harm."""
+    target, lock = tmp_path / "target", tmp_path / "run" / ".lock"
     lock.parent.mkdir()
     target.write_text("of somebody")
-    PUT[kind](lock, target)
-    # Nothing is written to a lock, so that a hard link or a FIFO does no harm.
-    harmless = kind in ("hard link", "FIFO")
+    if kind == "folder":
+        lock.mkdir()
+    else:
+        getattr(lock, kind)(target)
     refused = input_error(r"\.lock: expected a lock, found ")
-    with contextlib.nullcontext() if harmless else refused, locked(lock):
+    with contextlib.nullcontext() if kind == "hardlink_to" else refused, locked(lock):
         pass
-    assert {*os.listdir(tmp_path)} == {"run", "target"}
     assert target.read_text() == "of somebody"
 
 
@@ -382,14 +339,11 @@ def test_unwritable_folder_is_refused_before_any_work(tmp_path):
 
 @pytest.mark.parametrize("kind", ["FIFO", "device", "folder"])
 def test_only_regular_files_are_opened(tmp_path, kind):
-    path = Path("/dev/zero") if kind == "device" else tmp_path / "x"
-    if kind == "FIFO":
-        os.mkfifo(path)
-    if kind == "folder":
-        path.mkdir()
+    paths = {"FIFO": tmp_path / "x", "device": Path("/dev/zero"), "folder": tmp_path}
+    os.mkfifo(paths["FIFO"])
     for read in (read_json, read_npy, read_npz, read_safetensors, sha256, folder.file_bytes):
-        with input_error(f"^{path}: .*regular file"):
-            read(path)
+        with input_error(f"^{paths[kind]}: .*regular file"):
+            read(paths[kind])
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
@@ -416,8 +370,6 @@ def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):
     with input_error(f"^{tmp_path}/a: expected the work directory"):
         open_run("~/a")
     unknown = "~nobody_has_this_name/a"
-    with input_error(f"--output: {unknown}: Could not determine"):
-        named_path("--output", unknown)
     with input_error(rf"config.data.source: {unknown}: Could"):
         sources.open_splits("mine", tmp_path, source=unknown)
 
