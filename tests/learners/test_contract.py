@@ -254,14 +254,14 @@ IMAGENET_A = (6.6885e-3, 6.6885e-3, 3.121e-4, 2.424e-5, 1)
 # Learner, preset, benchmark, factors on the rates by epoch, optimiser, its decay, the rates of the
 # increment and of the head; for RSIAT also the rate and the decay of the projector, and the task.
 ROUTINES = [
-    ("cumulative_lora", "protocol", "cub200", CONSTANT, *ADAM),
-    ("sd_lora", "protocol", "cub200", CONSTANT, *ADAM),
-    ("lora_subtraction", "protocol", "cub200", CONSTANT, *ADAM),
-    ("loda", "protocol", "cub200", CONSTANT, *ADAM),
+    ("cumulative_lora", "protocol", "cub200", None, *ADAM),
+    ("sd_lora", "protocol", "cub200", None, *ADAM),
+    ("lora_subtraction", "protocol", "cub200", None, *ADAM),
+    ("loda", "protocol", "cub200", None, *ADAM),
     ("rsiat", "protocol", "cub200", CONSTANT, *ADAM),
     ("inflora", "protocol", "cub200", QUARTER, *ADAM),
-    ("e2_lora", "protocol", "cub200", CONSTANT, "sgd", 0.0, 0.03, 0.02),
-    ("slca", "protocol", "cub200", CONSTANT, "sgd", 0.0, 0.03, 0.2),
+    ("e2_lora", "protocol", "cub200", None, "sgd", 0.0, 0.03, 0.02),
+    ("slca", "protocol", "cub200", None, "sgd", 0.0, 0.03, 0.2),
     ("inflora", "native", "cub200", QUARTER, "adam", 0.0, 5e-4, 5e-4),
     ("splitlora", "native", "cub200", STEPS, "adamw", 5e-5, 1e-3, 1e-2),
     ("ewc_lora", "native", "imagenet_r", COSINE, "adam", 5e-3, 5e-4, 5e-4),
@@ -296,10 +296,9 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, routine):
 
     monkeypatch.setattr(type(learner), "loss", linear)
     update = learner.update()
-    # Others follow `train.schedule` under the protocol.
-    own_schedule = preset == "native" or name in ("inflora", "rsiat")
-    assert (update.schedule is not None) == own_schedule
-    if own_schedule:
+    # Others follow `train.schedule`.
+    assert (update.schedule is None) == (factors is None)
+    if factors is not None:
         epochs = len(factors)
         actual = [np.ravel(update.schedule(epoch, epochs))[0] for epoch in range(epochs)]
         np.testing.assert_allclose(actual, factors, atol=6e-4)

@@ -9,7 +9,6 @@ import types
 from pathlib import Path
 from typing import Annotated
 
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from msgspec import Meta
 from fdc_jax import learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
-from fdc_jax.learners import Learner, check_state, training
+from fdc_jax.learners import Learner, training
 from fdc_jax.model import vit
 from fdc_jax.run import base, configuration
 
@@ -60,16 +59,6 @@ class DefaultOutOfRange(Learner):
     reach: Annotated[float, Meta(gt=0, description="how far")] = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class NoDescription(Learner):
-    reach: Annotated[float, Meta(gt=0)] = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class UnknownType(Learner):
-    reach: "Nothing" = 0.5
-
-
 def in_module(monkeypatch, name, learner):
     """Puts a learner where `name` is imported from."""
     module = types.ModuleType(name)
@@ -95,9 +84,7 @@ def test_a_users_learner_has_options(monkeypatch):
         ("mine.own", object, "expected a class derived from Learner, found none"),
         ("mine.own", Undecorated, r"options: .* with @dataclasses\.dataclass\("),
         ("mine.own", NoDefault, "options: expected a default of reach, found none"),
-        ("mine.own", NoDescription, r"options: expected reach: .* found no description"),
         ("mine.own", DefaultOutOfRange, "reach: expected a number > 0.0, found 0.0"),
-        ("mine.own", UnknownType, "options: name 'Nothing' is not defined"),
     ],
 )
 def test_other_modules_are_refused(monkeypatch, name, learner, message):
@@ -182,23 +169,6 @@ def test_two_files_of_one_name_are_refused(tmp_path, monkeypatch, forgotten):
         learners.find("of_both")
     monkeypatch.chdir(tmp_path)
     assert learners.find("of_both").title == "Probe installed"
-
-
-STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("state", "found"),
-    [
-        (None, r"heads: expected float32\[3, 4\], found nothing"),
-        (STATE | {"heads": jnp.zeros((4, 4))}, r"found float32\[4, 4\]"),
-        (STATE | {"more": 0.0}, r"more: expected nothing, found float32\[\]"),
-    ],
-)
-def test_another_state_is_named(state, found):
-    line = rf"^config.learner.name: mine: after_task must return .*{found}"
-    with pytest.raises(InputError, match=line):
-        check_state("mine", "after_task", STATE, state)
 
 
 def test_the_page_lists_the_methods():

@@ -1,21 +1,10 @@
 """SD-LoRA: old directions normalised and scaled by magnitudes that go on training."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fdc_jax.learners import sd_lora
 from fdc_jax.model import vit
 from tests.learners import toy
-
-
-def random_state(learner, num_tasks, seed=0):
-    """State after `num_tasks` tasks whose leaves are noise; later slots are empty."""
-    state = toy.random_like(learner.initial_state(), seed)
-    rows = jnp.tril(1.0 + jnp.abs(state.magnitudes))
-    return jax.tree.map(
-        lambda slots: slots.at[num_tasks:].set(0.0), state._replace(magnitudes=rows)
-    )
 
 
 def norms(factors):
@@ -25,10 +14,9 @@ def norms(factors):
 def test_loss_and_gradients_in_float64(backbone):
     """Of W_0 + sum over earlier tasks of m A B / (|A| |B|), plus m A B of the current one."""
     run = toy.trajectory("sd_lora")
-    state = random_state(run.learner, 2)
-    frozen, trained = run.learner.start_task(backbone, state, 2, jax.random.key(0))
-    np.testing.assert_array_equal(trained["magnitudes"], np.float32(0.8))
-    trained = toy.random_like(trained, 1)
+    step = run.steps[2]
+    state, trained = step.before, toy.random_like(step.trained, 1)
+    np.testing.assert_array_equal(step.started["magnitudes"], np.float32(0.8))
     pretrained = toy.float64(vit.pretrained_kernels(backbone))
 
     def expected(leaves, images, labels):
@@ -42,21 +30,15 @@ def test_loss_and_gradients_in_float64(backbone):
         features = toy.reference_features(images, kernels)
         return toy.reference_cross_entropy(features, leaves["head"], labels, 2).mean()
 
-    _, slopes = toy.check_loss(run, frozen, trained, expected)
+    _, slopes = toy.check_loss(run, step.frozen, trained, expected)
     assert np.abs(slopes).min() > 1e-5
 
 
 def test_kept_magnitudes_continue_from_the_last_task(backbone):
     learner = toy.make_learner("sd_lora", learner__sd_lora__keep_magnitudes=True)
-    state = random_state(learner, 2)
+    state = toy.trajectory("sd_lora").steps[2].before
     for task in range(3):
         _, trained = learner.start_task(backbone, state, task, jax.random.key(0))
         expected = np.full(3, 0.8, np.float32)
         expected[:task] = state.magnitudes[task - 1, :task]
         np.testing.assert_array_equal(trained["magnitudes"], expected)
-
-
-def test_zero_directions_give_zero():
-    directions = sd_lora._directions(toy.make_learner("sd_lora").initial_state().increments, 2)
-    for leaf in jax.tree.leaves(directions):
-        np.testing.assert_array_equal(leaf, 0)

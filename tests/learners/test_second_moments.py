@@ -69,11 +69,3 @@ def test_portions_of_a_batch_give_the_same_moments(
     moments, count = attention_input_moments(SETUP, backbone, kernels, BATCHES)
     assert sizes == [2, 2] and count == moments_and_count[1]
     np.testing.assert_allclose(moments, moments_and_count[0], rtol=1e-5, atol=1e-6)
-
-
-def test_registers_count_as_tokens():
-    variant = dataclasses.replace(toy.TINY, registers=2)
-    setup = dataclasses.replace(SETUP, model=SETUP.model.clone(variant=variant))
-    backbone = toy.random_params(0, variant)
-    _, count = attention_input_moments(setup, backbone, vit.pretrained_kernels(backbone), BATCHES)
-    assert count == 7 * 12

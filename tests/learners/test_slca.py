@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fdc_jax.model import increments, layouts, vit
+from fdc_jax.model import increments
 from tests.learners import toy
 from tests.model import reference
 
@@ -30,14 +30,3 @@ def test_without_an_alignment_heads_stay(backbone):
     heads = increments.store(step.before.heads, 1, step.trained["head"])
     toy.assert_equal((actual.aligned, actual.heads, step.after.heads), (heads, heads, heads))
     assert not np.any(step.started["head"].bias)
-
-
-def test_timm_layout_has_the_trained_parameters(backbone):
-    """The same arrays as those of a pretrained encoder that has them."""
-    other = toy.random_params(5)
-    pretrained = vit.pretrained_kernels(other)
-    expected, config = layouts.as_timm(other, toy.TINY, pretrained, toy.SIDE)
-    replaced = vit.AllParameters(parameters=other)
-    actual, same = layouts.as_timm(backbone, toy.TINY, replaced, toy.SIDE)
-    toy.assert_equal(actual, expected)
-    assert same == config
