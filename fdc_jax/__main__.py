@@ -16,10 +16,10 @@ PROGRAMS = {
     "posthoc": "calibrate heads from a file of features",
 }
 _MODULES = {
-    "run": "command",
-    "paper": "paper.command",
-    "report": "report.command",
-    "posthoc": "posthoc.command",
+    "run": "run_command",
+    "paper": "paper.paper_command",
+    "report": "report.report_command",
+    "posthoc": "posthoc.posthoc_command",
 }
 
 

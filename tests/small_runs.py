@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 
 from configs import digits
 from fdc_jax.errors import Interrupted, StopRequest
-from fdc_jax.posthoc import command as posthoc
+from fdc_jax.posthoc import posthoc_command as posthoc
 from fdc_jax.run import configuration, seeds
 
 REPOSITORY = Path(__file__).resolve().parents[1]

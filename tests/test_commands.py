@@ -98,7 +98,7 @@ def main():
     gc.callbacks.append(interrupt)
     gc.collect()
     time.sleep(60)
-for module in ("command", "predict"):
+for module in ("run_command", "predict"):
     sys.modules[f"fdc_jax.{{module}}"] = types.SimpleNamespace(main=main)
 load(sys.argv[1])()
 """

@@ -17,7 +17,7 @@ from fdc_jax import latency, learners
 from fdc_jax.data import benchmarks
 from fdc_jax.errors import InputError, StopRequest
 from fdc_jax.machine import files
-from fdc_jax.paper import command, measurements, plan, workers
+from fdc_jax.paper import measurements, paper_command, plan, workers
 from fdc_jax.paper.workers import Outcome, Worker
 from fdc_jax.report import paper
 from fdc_jax.run import estimate
@@ -38,7 +38,7 @@ def no_measurements(monkeypatch):
 
 def dry_run(capsys, *arguments):
     """Returns the printed plan."""
-    assert command.main([*arguments, "--dry_run"]) == 0
+    assert paper_command.main([*arguments, "--dry_run"]) == 0
     return capsys.readouterr().out
 
 
@@ -115,7 +115,7 @@ def test_hours_follow_from_finished_runs(finished_run, tmp_path):
 )
 def test_wrong_arguments_of_the_paper_are_one_line(arguments, message, capsys, tmp_path):
     digits = [] if "--benchmarks" in arguments[0] else DIGITS[:1]
-    assert command.main([*digits, *arguments, f"--workdir={tmp_path}"]) == 2
+    assert paper_command.main([*digits, *arguments, f"--workdir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
 
@@ -160,7 +160,7 @@ def test_fetch_without_a_network_names_what_to_get(tmp_path, monkeypatch, capsys
     monkeypatch.setattr("socket.getaddrinfo", refuse)
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     arguments = ["--benchmarks=cifar100", ONE[1], "--fetch", f"--config.cache_dir={tmp_path}"]
-    assert command.main([*arguments, f"--workdir={tmp_path}"]) == 2
+    assert paper_command.main([*arguments, f"--workdir={tmp_path}"]) == 2
     images, weights = sorted(re.findall("missing: (.*)", capsys.readouterr().err))
     assert images.startswith("CIFAR-100: cannot download https://")
     assert weights.startswith("weights augreg B/16: cannot download weights")
@@ -184,7 +184,7 @@ def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, ca
     monkeypatch.setattr(plan, "open_input", open_input)
     (tmp_path / "cub.zip").touch()
     arguments = ["--benchmarks=cub200,digits", "--seeds=1,2", f"--data={tmp_path}", "--workers=1"]
-    assert command.main([*arguments, ONE[1], f"--workdir={tmp_path / 'runs'}"]) == 3
+    assert paper_command.main([*arguments, ONE[1], f"--workdir={tmp_path / 'runs'}"]) == 3
     assert performed == [("cub200", 1), ("digits", 1), ("digits", 2)]
     errors = capsys.readouterr().err
     assert errors.count("missing: CUB-200: ") == 1 and errors.count("failed with code 3") == 2
@@ -247,7 +247,7 @@ def test_report_follows_a_latency_that_comes_later(
 
     def messages():
         arguments = [*ONE, "--seeds=1", *SMALL, "--config.calibrators=fdc,gaussians"]
-        assert command.main([*arguments, f"--workdir={tmp_path / 'runs'}"]) == 0
+        assert paper_command.main([*arguments, f"--workdir={tmp_path / 'runs'}"]) == 0
         return capsys.readouterr().err
 
     monkeypatch.setattr(measurements, "in_new_process", measure)

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 import fdc_jax
-from fdc_jax.posthoc.command import main
+from fdc_jax.posthoc.posthoc_command import main
 from tests import small_runs
 from tests.learners import toy
 

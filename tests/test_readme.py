@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fdc_jax import command, export, learners, predict
-from fdc_jax.posthoc import command as posthoc
-from fdc_jax.report import command as report
+from fdc_jax import export, learners, predict, run_command
+from fdc_jax.posthoc import posthoc_command as posthoc
 from fdc_jax.report import reference
+from fdc_jax.report import report_command as report
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ def test_runs_of_the_main_program_have_valid_configurations(arguments):
     arguments = [word for word in arguments if word.startswith("--config")]
     if arguments[0].endswith((":linear_probe", ":lwf")):
         return  # The learners that the pages show are run by other tests.
-    command.configured(arguments)
+    run_command.configured(arguments)
 
 
 @pytest.mark.parametrize("module", [export, predict, report], ids=lambda module: module.__name__)

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 from tabulate import tabulate
 
 from fdc_jax import learners
-from fdc_jax.command import configured
 from fdc_jax.data import archive, benchmarks, cifar100, sources
 from fdc_jax.errors import InputError, counted, did_you_mean
 from fdc_jax.machine.files import holder, named_path, sha256
@@ -31,6 +30,7 @@ from fdc_jax.run import setup as setups
 from fdc_jax.run.config import Config
 from fdc_jax.run.folder import RunFolder
 from fdc_jax.run.records import Results
+from fdc_jax.run_command import configured
 
 LOCK = ".worker"  # lock of `fdc paper` in the folder of a run; `fdc run` locks `.lock`
 # The table of logit standardisation needs `ls`.

@@ -18,7 +18,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
 from fdc_jax import calibration
 from fdc_jax.features import feature_files
-from fdc_jax.posthoc.command import main
+from fdc_jax.posthoc.posthoc_command import main
 from fdc_jax.report import diagnostics
 folder, output = sys.argv[1:]
 features = feature_files.load(folder)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fdc_jax.posthoc.command import main
+from fdc_jax.posthoc.posthoc_command import main
 from tests.features.test_feature_files import example, save
 
 

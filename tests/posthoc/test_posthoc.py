@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 from fdc_jax import calibration
 from fdc_jax.calibration import METHODS
 from fdc_jax.features import feature_files
-from fdc_jax.posthoc.command import main
+from fdc_jax.posthoc.posthoc_command import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "fdc_jax" / "assets" / "example_features.npz"
@@ -119,7 +119,7 @@ def test_all_methods_in_one_table(source, tmp_path):
 
 def test_methods_that_do_not_apply_say_why(tmp_path, arrays, monkeypatch):
     few = {name: METHODS[name] for name in ("raw", "fdc", "wa", "vim", "ncm-pretrained")}
-    monkeypatch.setattr("fdc_jax.posthoc.command.METHODS", few)
+    monkeypatch.setattr("fdc_jax.posthoc.posthoc_command.METHODS", few)
     path = tmp_path / "cosine.npz"
     np.savez(path, **without(arrays, "pretrained", "bias") | {"head_kind": "cosine"})
     code, out, _ = run(path, "--method=all", "--neighbours=2")

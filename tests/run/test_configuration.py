@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from fdc_jax import command
+from fdc_jax import run_command
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 from fdc_jax.run import base, configuration
@@ -42,8 +42,8 @@ data.crop_scale=0.05,1.0  # share of the image
 
 
 def test_help_shows_the_values_of_the_named_configuration():
-    assert "  --config.train.epochs=20  # 0: chosen by the number" in command.usage()
-    usage = command.usage(configuration.load("own:inflora"))
+    assert "  --config.train.epochs=20  # 0: chosen by the number" in run_command.usage()
+    usage = run_command.usage(configuration.load("own:inflora"))
     for line in HELP.split("\n")[1:-1]:
         assert f"\n  --config.{line}" in usage
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from fdc_jax import command, evaluation
+from fdc_jax import evaluation, run_command
 from fdc_jax.errors import InputError
 from fdc_jax.learners import Learner
 from fdc_jax.run import seeds
@@ -31,7 +31,7 @@ def test_a_stopped_run_ends_with_the_same_numbers(finished_run, tmp_path, cache,
     assert "about" in beginning and "left" in beginning and "Warning" not in beginning
     config = small_runs.config(cache)
     seeds.run(config, str(workdir))
-    command.show(config, str(workdir))
+    run_command.show(config, str(workdir))
     output, errors = capsys.readouterr()
     small_runs.same_outcome(finished_run, workdir)
     small_runs.nothing_done_twice(workdir)
@@ -103,7 +103,7 @@ def test_a_finished_run_is_shown_again_with_its_report(
     before = (workdir / "metrics.jsonl").read_text()
     config = small_runs.config(cache, report=True)
     seeds.run(config, str(workdir))
-    command.show(config, str(workdir))
+    run_command.show(config, str(workdir))
     output, errors = capsys.readouterr()
     page = workdir / "report" / "report.html"
     assert output.endswith(f"results: {workdir / 'results.json'}\nreport: {page}\n")
@@ -112,7 +112,7 @@ def test_a_finished_run_is_shown_again_with_its_report(
     # A report that cannot be written is a warning.
     shutil.rmtree(workdir / "report")
     (workdir / "report").write_text("in the way")
-    command.show(config, str(workdir), quiet=True)
+    run_command.show(config, str(workdir), quiet=True)
     assert caplog.records[-1].getMessage().startswith("no report was written: ")
 
 
@@ -129,7 +129,7 @@ def test_a_full_disk_is_one_line(tmp_path, cache):
 
 
 def test_five_frames_lead_from_the_command_to_the_task_loop(tmp_path, cache, monkeypatch):
-    """Before them are those of main.py and command.py."""
+    """Before them are those of main.py and run_command.py."""
     monkeypatch.setattr(Learner, "before_task", None)
     with pytest.raises(TypeError) as caught:
         seeds.run(small_runs.config(cache), str(tmp_path / "run"), quiet=True)
@@ -142,7 +142,7 @@ def test_a_command_line_gives_a_configuration():
     --config digits:slca --config.seed 1,2 --config.classes_per_task 3,2 --noconfig.report
     --config.class_order=a,b --config.class_order_seed=-1
     """
-    config = command.configured(arguments.split())
+    config = run_command.configured(arguments.split())
     assert (config.learner.name, config.seed, config.report) == ("slca", (1, 2), False)
     assert (config.classes_per_task, config.class_order) == ((3, 2), ("a", "b"))
 
@@ -151,10 +151,10 @@ def test_a_file_of_flags_may_name_another(tmp_path):
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     inner.write_text("--config.train.epochs=3\n")
     outer.write_text(f"# fields\n--config=digits:slca\n--flagfile={inner}\n")
-    config = command.configured(["--flagfile", str(outer), "--config.seed=2"])
+    config = run_command.configured(["--flagfile", str(outer), "--config.seed=2"])
     assert (config.learner.name, config.train.epochs, config.seed) == ("slca", 3, (2,))
     with pytest.raises(InputError, match=r"--config\.train\.epochs is given twice"):
-        command.configured([f"--flagfile={outer}", "--config.train.epochs=4"])
+        run_command.configured([f"--flagfile={outer}", "--config.train.epochs=4"])
 
 
 @pytest.mark.ci
@@ -170,7 +170,7 @@ def test_several_seeds_write_a_summary(finished_run, tmp_path, cache, capsys):
     small_runs.copied(finished_run, workdir / "seed_1")
     config = small_runs.config(cache, seed=(2, 1))
     collected = seeds.run(config, str(workdir))
-    command.show(config, str(workdir))
+    run_command.show(config, str(workdir))
     for seed, result in zip((2, 1), collected, strict=True):
         assert msgspec.to_builtins(result) == results(workdir / f"seed_{seed}")
     values = [result.accuracy["fdc"] for result in collected]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from fdc_jax import command
+from fdc_jax import run_command
 from fdc_jax.errors import InputError
 from fdc_jax.machine import devices
 from fdc_jax.run import base, configuration, seeds
@@ -31,7 +31,7 @@ COMMAND_LINE = {
 @pytest.mark.parametrize("arguments", COMMAND_LINE)
 def test_wrong_command_lines_are_one_line(arguments):
     with input_error(COMMAND_LINE[arguments].replace("?", r"\?")):
-        command.configured(arguments.split())
+        run_command.configured(arguments.split())
 
 
 PART = "from ml_collections import ConfigDict\n\ndef get_config():\n    return ConfigDict"

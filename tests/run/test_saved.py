@@ -140,7 +140,7 @@ def look(event, arguments):
 sys.addaudithook(look)
 from fdc_jax import export, latency, predict
 from fdc_jax.machine.files import user_cache
-from fdc_jax.report import command as pages, analysis, figures
+from fdc_jax.report import report_command as pages, analysis, figures
 folder, own, stranger, image, compiled = sys.argv[1:]
 os.symlink(compiled, user_cache() / "compiled")
 figures.draw, analysis._OF_THE_FIRST = lambda groups: [], ()

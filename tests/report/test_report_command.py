@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from fdc_jax import report
-from fdc_jax.report import classes, command, pictures, runs, tables
+from fdc_jax.report import classes, pictures, report_command, runs, tables
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -33,7 +33,7 @@ def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkey
 
     monkeypatch.setattr(runs, "analyse", analyse)
     paths = [*map(str, sorted(folder.iterdir()))]
-    assert command.main([*paths, f"--output={output}", "--sweep=neighbours"]) == 0
+    assert report_command.main([*paths, f"--output={output}", "--sweep=neighbours"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"2 runs in 1 group: {output / 'report.html'}\n"
     skipped, missing = printed.err.splitlines()
@@ -58,10 +58,10 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, no_figures):
     (tmp_path / "other code.csv").write_text(rows)
     arguments = [str(folder / "a"), str(folder / "notes"), f"--output={tmp_path}"]
     arguments.append(f"--reference={tmp_path / 'other code.csv'}")
-    assert command.main([*arguments, "--quiet"]) == 0
+    assert report_command.main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
     assert ",,50,,14.4" in (tmp_path / "tables" / "reference_other_code.csv").read_text()
-    assert command.main(arguments) == 0
+    assert report_command.main(arguments) == 0
     printed = capsys.readouterr().out
     assert (tmp_path / "tables" / "reference_other_code.txt").read_text() in printed
 
@@ -83,7 +83,7 @@ def test_an_error_is_one_line_and_comes_before_any_work(folder, arguments, monke
     header = "benchmark,learner,quantity,value\ndigits,loda,raw,"
     (folder / "bad.csv").write_text(header + "much")
     (folder / "other.csv").write_text(header + "50")
-    assert command.main([*arguments.split(), "--quiet"]) == 2
+    assert report_command.main([*arguments.split(), "--quiet"]) == 2
     output, errors = capsys.readouterr()
     assert output == "" and errors.count("\n") == 1
     assert errors.startswith("fdc_jax.report: ") and MISTAKES[arguments] in errors
