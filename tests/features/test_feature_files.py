@@ -238,9 +238,6 @@ def test_only_final_heads_that_differ_are_written(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_half_precision_is_kept(target, dtype):
-    arrays = example()
-    narrow = arrays["train_adapted_0"].astype(dtype)
-    features = feature_files.load(save(target, arrays | {"train_adapted_0": narrow}))
-    actual = features.tasks[0].adapted
-    assert actual.dtype == dtype
-    same(actual.astype(np.float32), narrow.astype(np.float32))
+    narrow = zeros(5, 4).astype(dtype) + dtype(0.1)
+    features = feature_files.load(save(target, example() | {"train_adapted_0": narrow}))
+    np.testing.assert_array_equal(features.tasks[0].adapted, narrow, strict=True)

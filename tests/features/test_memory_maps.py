@@ -47,19 +47,16 @@ for method in ("fdc", "gaussians"):
 
 def write(folder, rows):
     """Writes two tasks, a small one and one of `rows`; one large file serves as all its views."""
-    centres = np.zeros((CLASSES, WIDTH), np.float32)
-    np.fill_diagonal(centres, 8.0)
-    folder.mkdir()
     labels = np.arange(rows) % CLASSES
+    centres = 8 * np.eye(CLASSES, WIDTH, dtype=np.float32)
     features = centres[labels] + np.random.default_rng(0).random((rows, WIDTH), np.float32)
-    feature_files.write_test(folder, features)
     head = heads.LinearHead(centres, np.zeros(CLASSES))
     few = slice(2_000)
+    folder.mkdir()
     feature_files.write_task(folder, 0, features[few], labels[few], head, features[few])
-    feature_files.write_task(folder, 1, features[few], labels + CLASSES, head)
-    (folder / "train_adapted_1.npy").unlink()
-    for name in ("train_adapted_1", "train_pretrained_1", "train_previous_1", "test_pretrained"):
-        (folder / f"{name}.npy").symlink_to(folder / "test_adapted.npy")
+    feature_files.write_task(folder, 1, features, labels + CLASSES, head)
+    for name in ("train_pretrained_1", "train_previous_1", "test_adapted", "test_pretrained"):
+        (folder / f"{name}.npy").symlink_to(folder / "train_adapted_1.npy")
 
 
 @pytest.mark.ci
@@ -70,7 +67,7 @@ def test_no_memory_map_is_copied(tmp_path):
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     folders = (tmp_path / "small", tmp_path / "large")
     output = small_runs.python("-c", PROGRAM, *folders, env=environment)
-    one_map = (tmp_path / "large" / "test_adapted.npy").stat().st_size
+    one_map = (tmp_path / "large" / "train_adapted_1.npy").stat().st_size
     for line in output.splitlines():
         method, added, samples = line.split()
         assert int(samples) > 10 and int(added) < one_map, (method, int(added) / one_map)
