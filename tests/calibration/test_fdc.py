@@ -162,7 +162,7 @@ def problems(draw):
 
 
 @pytest.mark.ci
-@examples(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@examples(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
 @given(problems(), st.sampled_from(KINDS), st.floats(0.05, 1.0), st.floats(0.0, 1.0))
 def test_any_stream_equals_float64(problem, kind, eta, gamma):
     tasks, probes = problem

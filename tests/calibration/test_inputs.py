@@ -104,7 +104,7 @@ SETTINGS = {
     "retained_energy": (0.0, 1.1),
     "attenuation": (-0.1, 1.5, True),
     "rlc_weight": (-1.0, np.bool_(False), 10**400),
-    "pac_weight": (float("nan"), float("inf"), "one"),
+    "pac_weight": (float("nan"), "one"),
     "neighbours": (0, 1.5, 10**400),
 }
 
@@ -128,8 +128,6 @@ def test_unknown_names_and_settings_are_named():
         calibration.make("gaussians", neighbors=2)
     with input_error(r"^calibrator: .* did you mean gaussians"):
         calibration.make("gausians")
-    with input_error("^calibrator: .* found 'dict'"):
-        calibration.make({"fdc": {}})
     # A caller may give all calibrators the same settings.
     calibration.make("gaussians", neighbours=2, projections=10)
 
@@ -139,8 +137,6 @@ def test_unknown_names_and_settings_are_named():
 
 def test_fdc_is_finalized_after_every_task():
     calibrator = calibration.FDC()
-    with input_error("no task was fitted"):
-        calibrator.finalize()
     for task in (FIRST, SECOND):
         calibrator.fit_task(task.adapted, task.labels, task.head)
         with input_error("finalize, first"):

@@ -73,3 +73,7 @@ def test_a_tpu_without_a_processor_decomposes_itself(monkeypatch):
     ((values, vectors),) = compiled.decomposed([np.diag([1.0, 3.0, 2.0])])
     np.testing.assert_array_equal(values, [3.0, 2.0, 1.0])
     np.testing.assert_array_equal(np.abs(vectors), np.eye(3)[[1, 2, 0]])
+
+
+def test_no_more_directions_are_kept_than_samples_span():
+    assert compiled.retained_ranks(np.ones(4), 1e-6, [1.0], 3) == [2]

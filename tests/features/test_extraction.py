@@ -45,11 +45,8 @@ def test_features_are_those_of_every_encoder_in_order(model, backbone, apply, mo
     pretrained = vit.pretrained_kernels(backbone)
     views = [jax.tree.map(lambda kernel: 1.5 * kernel, pretrained), pretrained]
     monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", 2 * 17)
-    shapes, function = [], jax.lax.map
-    monkeypatch.setattr(jax.lax, "map", lambda *a: shapes.append(a[1].shape) or function(*a))
     extract = extractor(model)
     extractions = extract(backbone, views, batches(count))
-    assert shapes == ([(4, 2, 32, 32, 3)] if count else [])
     for extraction, view in zip(extractions, views, strict=True):
         assert extraction.features.shape == (count, 24)
         assert extraction.features.dtype == np.float32
