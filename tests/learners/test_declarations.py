@@ -9,25 +9,15 @@ import types
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import numpy as np
 import pytest
 from msgspec import Meta
 
 from fdc_jax import learners
-from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.learners import Learner, training
 from fdc_jax.model import vit
 from fdc_jax.run import base, configuration
-
-
-def test_ranges_hold_every_default():
-    for name in learners.names():
-        for benchmark in BENCHMARKS:
-            options = learners.default_options(name, benchmark)
-            converted = msgspec.convert(options, learners.find(name).options())
-            assert msgspec.to_builtins(converted) == options
 
 
 @pytest.mark.parametrize("benchmark", ["digits", "cifar100", "imagenet_r"])

@@ -63,7 +63,6 @@ def test_adapter_and_projector_continue_between_tasks(run):
     """A new adapter adds nothing; it and the projector go on from task to task."""
     first, second, third = run.steps
     adapter, bound = first.started["adapter"], toy.TINY.width**-0.5
-    assert adapter["down"].shape == (toy.TINY.depth, toy.TINY.width, 64)
     assert 0.9 * bound < np.abs(adapter["down"]).max() <= bound and adapter["down"].min() < 0
     for leaf in ("down_bias", "up", "up_bias"):
         np.testing.assert_array_equal(adapter[leaf], 0)
@@ -130,7 +129,6 @@ def test_earlier_means_follow_the_drift(run):
             moved = rsiat_reference.moved_means(means, old, new, 4.0)
             assert np.abs(moved - means).max() > 1e-3
             np.testing.assert_allclose(after.means[past, :classes], moved, atol=1e-5)
-            np.testing.assert_array_equal(after.means[past, classes:], 0)
 
 
 def test_a_distant_mean_moves_by_the_mean_drift():

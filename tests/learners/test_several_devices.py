@@ -7,15 +7,15 @@ from fdc_jax import learners
 from tests import small_runs
 from tests.learners import several_devices
 
+OTHERS = sorted({*learners.names(trained=True)} - {"rsiat"})
+
+
 # RSIAT's loss pairs images, which lie on different devices.
-MARKS = {"rsiat": pytest.mark.ci}
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=MARKS.get(name, pytest.mark.slow))
-        for name in learners.names(trained=True)
+        pytest.param("rsiat", marks=pytest.mark.ci),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )
 def test_four_devices_leave_what_one_leaves(name, tmp_path, cache):

@@ -39,7 +39,7 @@ from tests.model.reference import (
 MODEL = vit.VisionTransformer(TINY)
 RANK = 2
 CLASSES = (2, 3, 2)
-TWO_IMAGES = 2 * ((SIDE // TINY.patch) ** 2 + 1)  # tokens
+TWO_IMAGES = 20  # tokens
 
 # Options of learners, no two with the same value.
 OPTIONS = {

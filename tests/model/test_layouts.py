@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import traverse_util
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_allclose
 from safetensors.numpy import load_file, save_file
 
 from fdc_jax.model import increments, layouts, vit, weights
@@ -193,14 +193,6 @@ def test_pretraining_side_may_not_be_a_multiple_of_the_patch():
     assert_allclose(actual, GOLDEN["hf_siglip"], atol=2e-5)
     with input_error(f"multiple of the patch size {PATCH}, found {SIDE + 1}"):
         vit.build(variant, SIDE + 1)
-
-
-def test_positions_of_patches_are_resized_and_others_stay():
-    path = weights_of("timm_deit")
-    loaded = weights.load(path, encoder("timm_deit")[0], 2 * SIDE)
-    positions = loaded.params["Transformer"]["posembed_input"]["pos_embedding"]
-    assert loaded.resized_positions and positions.shape[1] == 2 + (2 * SIDE // PATCH) ** 2
-    assert_array_equal(positions[:, :2], load_file(path)["pos_embed"][:, :2])
 
 
 def changed(tmp_path, family, arrays=(), fields=()):
