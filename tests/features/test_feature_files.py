@@ -106,8 +106,6 @@ def zeros(*shape):
 FAULTS = {
     "typo": (change(train_adaptd_0=zeros(3)),
              "train_adaptd_0: unknown array; did you mean train_adapted_t"),
-    "gap": (change(train_labels_2=zeros(3)),
-            r"train_adapted_2: missing; expected for each task t = 0 .. 2"),
     "one view lost": (change(train_pretrained_1=None), "train_pretrained_1: missing; expected"),
     "no test": (change(test_pretrained=None), "test_pretrained: missing; expected beside"),
     "head of some": (change(head_weight_0=None, head_bias_0=None),
@@ -169,8 +167,6 @@ def test_missing_and_foreign_files_are_named(tmp_path):
     refused(path, "no such file or folder")
     path.write_bytes(PAGE)
     refused(path, r"not a readable .npz file: it is a web page \(HTML\), as a failed download lea")
-    path.write_bytes(b"# Notes")
-    refused(path, "not a readable .npz file: it is neither an archive nor an array$")
 
 
 def write(folder, arrays, task, head, **given):
