@@ -54,8 +54,8 @@ def test_typicality_is_the_share_of_no_more_familiar_images():
     familiar = 3.0 + 4.0 * (np.quantile(left, shares) - 2.0)
     kept = familiarity.Familiarity()
     # The newest task has a gain of 1, and every other image takes the closest image's gain.
-    for half in (slice(2500), slice(2500, 5000)):
-        kept = kept.with_task(known, left[half], np.ones(2500), columns[half])
+    for rows in (slice(2500), slice(2500, 5000)):
+        kept = kept.with_task(known, left[rows], np.ones(2500), columns[rows])
     actual = kept.typicality(later, familiar + 1.0)
     np.testing.assert_allclose(actual, shares, atol=0.001)
     # Equally familiar images count, the image itself among them.

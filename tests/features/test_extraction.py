@@ -41,7 +41,7 @@ def extractor(model):
 
 
 @pytest.mark.parametrize("count", [0, 11])
-def test_features_are_those_of_every_encoder_in_order(model, backbone, apply, monkeypatch, count):
+def test_every_encoder_has_a_row_per_image_in_order(model, backbone, apply, monkeypatch, count):
     pretrained = vit.pretrained_kernels(backbone)
     views = [jax.tree.map(lambda kernel: 1.5 * kernel, pretrained), pretrained]
     monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", 2 * 17)
