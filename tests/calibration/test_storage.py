@@ -36,7 +36,7 @@ KINDS = [("fdc", kind) for kind in ("normalised_linear", "cosine", "nearest_mean
     ("name", "kind"), [(name, "linear") for name in calibration.METHODS] + KINDS
 )
 def test_files_pickles_and_copies_learn_as_the_original(name, kind, tmp_path):
-    tasks = streams.known(8, 3)
+    tasks = streams.known(8, 2)
     probes, previous = streams.probe_inputs(tasks), streams.previous_of(tasks)
     own_settings = calibration.METHODS[name].settings
     settings = {key: value for key, value in SETTINGS.items() if key in own_settings}
