@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import functools
 import logging
 import pickle
 from pathlib import Path
@@ -109,9 +108,8 @@ def test_wrong_layers_and_calibrators_are_refused():
     ):
         with input_error(message):
             fdc_torch.pooled(network, torch.zeros(1, 4), layer=layer)
-    for wrong in ({"tsf": True}, "fdc", calibration.FDC):
-        with input_error(f"calibrator: expected .*{type(wrong).__name__}"):
-            fdc_torch.Calibrated(network, wrong)
+    with input_error("calibrator: expected .*str"):
+        fdc_torch.Calibrated(network, "fdc")
     assert fdc_torch.head_of(network, [1], name="2").weight.shape == (1, 3)
 
 
@@ -238,9 +236,6 @@ def test_models_of_transformers_that_end_otherwise(transformers, caplog):
     )
     assert fdc_torch.collect(resnet, dictionaries()[0])[0].shape == (30, 8)
     assert fdc_torch.head_of(resnet).weight.shape == (6, 8)
-    vit = transformers.ViTModel(transformers.ViTConfig(**SMALL))
-    with input_error(r"features: expected one row .*; name the last layer by"):
-        fdc_torch.collect(vit, dictionaries()[0])
     teacher = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**SMALL))
     assert fdc_torch.pooled(teacher, torch.zeros(2, 3, 8, 8)).shape == (2, 6)
     assert "WithTeacher: features are its output; layer= names" in caplog.messages[-1]
@@ -307,8 +302,6 @@ def test_features_of_timm_vits_are_the_inputs_of_their_heads(variant):
     with torch.no_grad():
         model.eval()(images)
     assert_allclose(adapted, inputs[-1], atol=1e-5)
-    of_layer = functools.partial(fdc_torch.pooled, layer="head")
-    assert_allclose(fdc_torch.collect(model, batches, of_layer)[0], adapted)
     assert abs(adapted - pretrained).max() > 0.1
     assert_array_equal(collected, labels)
 
@@ -322,10 +315,6 @@ def test_program_of_the_page():
             right[method] = (labels == truth).numpy()
     for worse in ("raw", "fdc"):
         assert surpasses(right["gaussians"], right[worse])
-    # The first lines of the page's row; other versions of PyTorch draw other weights.
-    if torch.__version__ == "2.13.0+cpu":
-        percent = {name: 100 * np.mean(answers) for name, answers in right.items()}
-        assert percent == pytest.approx({"raw": 48.2, "fdc": 52.1, "gaussians": 87.5}, abs=0.7)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")

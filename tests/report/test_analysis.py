@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fdc_jax import calibration
 from fdc_jax.errors import InputError
 from fdc_jax.features.feature_files import write_test
 from fdc_jax.report import analysis, runs
@@ -57,16 +56,6 @@ def test_validation_images_are_swept_beside_test_images(tmp_path, dual):
         expected[f"retained_energy={eta:g}"] = accuracy(features, retained_energy=eta)
         expected[f"validation_retained_energy={eta:g}"] = accuracy(validation, retained_energy=eta)
     assert analysis.swept(tmp_path, {}, [("retained_energy", [0.5, 0.95])]) == expected
-
-
-def test_a_report_does_not_repeat_the_warning_about_heads(tmp_path, caplog):
-    features = feature_set()
-    write_features(tmp_path, features)
-    features.fit(calibration.make("fdc"))
-    assert "hardly trained" in caplog.text
-    caplog.clear()
-    analysis.swept(tmp_path, {}, [("attenuation", [0.5])])
-    assert not caplog.text
 
 
 def test_flags_name_settings_with_their_values():

@@ -1,12 +1,10 @@
 """The page in a real browser: no errors, no requests, nothing wider than the screen."""
 
-import io
 import os
 import shutil
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fdc_jax.report import page as page_of
 from fdc_jax.report import pictures
@@ -69,11 +67,6 @@ def test_the_page_fits_every_screen(browser, report, width, height, scheme):
         "it.scrollWidth > it.clientWidth + 1).map(it => it.className)"
     )
     assert clipped == []
-    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    pixels = np.asarray(image, dtype=np.float64)
-    ground = pixels[-1, -1]
-    assert (ground.mean() < 60) if scheme == "dark" else (ground.mean() > 240)
-    assert np.abs(pixels - ground).max() > 150  # something is written that stands out
     assert messages == []
     assert all(url.startswith(("file:", "data:")) for url in requests)
     page.close()

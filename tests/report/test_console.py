@@ -40,19 +40,6 @@ def test_one_seed_has_a_row_per_calibrator(capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("accuracies", "line"),
-    [
-        ((70.0, 60.0, 60.0), "No calibrator of the run is as accurate as the raw logits."),
-        ((70.0, 60.0, 70.0), f"Most accurate, equally: {GAUSSIANS} and Raw."),
-    ],
-)
-def test_the_most_accurate_methods_are_named(accuracies, line, capsys):
-    run = made_up.run(1, "digits")
-    run.results.accuracy = dict(zip(made_up.METHODS, accuracies, strict=True))
-    assert shown(capsys, run)[2][0] == line
-
-
 def test_seeds_and_departures_stand_beside_the_papers_numbers(capsys):
     members = [made_up.run(seed, **{"train.epochs": 5}) for seed in (1, 2)]
     heading, rows, rest = shown(capsys, *members)

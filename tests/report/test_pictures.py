@@ -95,10 +95,6 @@ def test_missing_pictures_have_a_reason(tmp_path):
 
     run.test_images = fail
     assert pictures.load(run).missing == "The test images could not be read: digits: no images here"
-    columns = run.predictions
-    right = {"raw_task": columns["task"], "fdc_task": columns["task"]}
-    run.predictions = columns | right
-    assert "no image" in pictures.load(run).missing
     del run.predictions["fdc_task"]
     assert "no predictions of FDC" in pictures.load(run).missing
 
