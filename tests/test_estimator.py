@@ -176,6 +176,7 @@ def test_gaussians_accept_single_class_tasks_and_note_no_drift():
         estimator.partial_fit(TASKS[2].adapted, TASKS[2].labels, previous=TASKS[2].adapted)
 
 
+@pytest.mark.ci
 def test_importing_the_package_loads_nothing_heavy():
     script = """
 import sys, fdc_jax

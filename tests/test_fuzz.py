@@ -23,6 +23,8 @@ from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.run import resume
 from tests.run.test_damaged import VALUES, use
 
+pytestmark = pytest.mark.ci
+
 
 def damaged(rng, path):
     """Flips, cuts, overwrites or inserts bytes."""

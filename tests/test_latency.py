@@ -27,6 +27,7 @@ def test_every_contender_is_warmed_up_and_timed_in_turn(monkeypatch):
     assert all(len(timing.milliseconds) == 3 for timing in actual.values())
 
 
+@pytest.mark.ci
 def test_contenders_answer_as_the_run_did(finished_run):
     run = fdc_jax.open_run(finished_run)
     fdc, encoders, images = run.calibrator("fdc"), run.encoders, run.test_images(np.arange(60))
@@ -50,6 +51,7 @@ def test_heads_that_divide_by_the_norm_keep_doing_so():
     assert_array_equal(latency.raw_labels(fdc)([features]), expected)
 
 
+@pytest.mark.ci
 def test_command_writes_latencies_without_memory_on_a_cpu(
     finished_run, tmp_path, capsys, monkeypatch
 ):

@@ -270,6 +270,7 @@ in_new_process(exec, program, stop=StopRequest())
 """
 
 
+@pytest.mark.ci
 def test_measuring_processes_end_with_their_parent():
     """Their end is that of the pipe, which they share with the command that was killed."""
     command = [sys.executable, "-c", MEASURES]

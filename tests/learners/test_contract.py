@@ -22,7 +22,12 @@ ALIGNED = ("inflora_ca", "rsiat", "slca", "e2_lora")
 KEEP_THE_NEWEST = ("e2_lora", "finetune", "rsiat", "slca")
 
 
-@pytest.fixture(scope="module", params=NAMES)
+# Learners whose programs take longer to compile.
+LONG = ("e2_lora", "ewc_lora", "loda", "rsiat", "slca")
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.ci] if name in LONG else []) for name in NAMES]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def run(request):
     return toy.trajectory(request.param)
 

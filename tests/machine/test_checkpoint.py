@@ -196,6 +196,7 @@ for number in (1, 2):
 """
 
 
+@pytest.mark.ci
 def test_every_finished_checkpoint_has_its_manifest(tmp_path):
     """Nothing is left to write when a checkpoint gets its name."""
     folder = tmp_path / "checkpoints"

@@ -294,6 +294,7 @@ with files.locked(pathlib.Path("lock")):
 """
 
 
+@pytest.mark.ci
 def test_a_system_without_fcntl_locks_and_calibrates(tmp_path):
     path = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
     assert small_runs.python("-c", WITHOUT, cwd=tmp_path, env=path) == "works\n"

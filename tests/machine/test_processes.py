@@ -65,6 +65,7 @@ def free_port(listener):
     return port
 
 
+@pytest.mark.ci
 def test_processes_that_do_not_join_are_named(free_port, tmp_path):
     process = start_joining(1, free_port, 0, tmp_path)
     _, errors = process.communicate()
@@ -74,6 +75,7 @@ def test_processes_that_do_not_join_are_named(free_port, tmp_path):
     assert process.returncode == 2
 
 
+@pytest.mark.ci
 def test_a_signal_ends_a_process_that_waits_for_others(free_port, tmp_path):
     process = start_joining(600, free_port, 1, tmp_path)
     assert "waits for process 0 at " in process.stderr.readline()

@@ -240,6 +240,7 @@ def test_the_page_writes_a_feature_file(tmp_path, monkeypatch, arrays):
     assert run("features.npz")[0] == 0
 
 
+@pytest.mark.ci
 def test_a_process_imports_no_encoder_and_decomposes_in_one_thread(source, tmp_path):
     """With several threads, eigenvectors differ in their last digits."""
     heavy = {"flax", "orbax", "tensorflow", "tensorflow_datasets", "grain", "optax", "PIL"}

@@ -12,6 +12,7 @@ from fdc_jax.machine.files import read_json, write_json, write_manifest
 from fdc_jax.report import classes, runs, tables
 from tests import small_runs
 
+pytestmark = pytest.mark.ci
 VALUES = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), "", "a", "../../x", "\x1b[31m", [], ["a"]]
 VALUES += [{}, {"a": 1}, {"a": {}}, [[]], [-1, 2], 10**30, "a" * 3000]
 

@@ -165,6 +165,7 @@ def test_a_plan_times_the_steps_of_any_learner(cache, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.ci
 def test_several_seeds_write_a_summary(finished_run, tmp_path, cache, capsys):
     workdir = tmp_path / "run"
     small_runs.copied(finished_run, workdir / "seed_1")

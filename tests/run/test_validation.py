@@ -29,6 +29,7 @@ def validated_run(tmp_path_factory, cache):
     return small_runs.shared(tmp_path_factory, "validated", make)
 
 
+@pytest.mark.ci
 def test_other_held_out_images_change_the_validation_alone(
     validated_run, cache, tmp_path, monkeypatch
 ):
