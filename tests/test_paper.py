@@ -153,7 +153,7 @@ def test_damaged_archive_and_absent_weights_are_named_once(tmp_path, capsys):
     assert "Digits: ready, 1,201 training and 596 test images, sha256 " in text
 
 
-def test_fetch_without_a_network_names_what_to_get(tmp_path, monkeypatch, capsys):
+def test_fetch_without_a_network_names_the_missing_files(tmp_path, monkeypatch, capsys):
     def refuse(*arguments, **options):
         raise OSError(101, "Network is unreachable")
 

@@ -45,7 +45,7 @@ def test_scores_are_the_formulas(make):
     assert comparator.storage_bytes == (24 if make is logits.LogitStandardisation else 0)
 
 
-def test_weight_aligning_scales_heads_to_the_mean_norm_of_earlier():
+def test_weight_aligning_scales_heads_to_the_earlier_mean_norm():
     earlier, expected = [], []
     for task in TASKS:
         norms = np.linalg.norm(task.weight.astype(np.float64), axis=1)

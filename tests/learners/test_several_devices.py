@@ -18,7 +18,7 @@ OTHERS = sorted({*learners.names(trained=True)} - {"rsiat"})
         *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
     ],
 )
-def test_four_devices_leave_what_one_leaves(name, tmp_path, cache):
+def test_state_on_four_devices_equals_that_on_one(name, tmp_path, cache):
     """Up to rounding, which a few steps make larger."""
     command = ("-m", "tests.learners.several_devices", name, tmp_path / "left.npz")
     small_runs.python(*command, env=small_runs.with_devices(4))

@@ -79,7 +79,7 @@ def test_features_equal_the_library(family):
     assert np.abs(changed - GOLDEN[family]).max() > 0.3
 
 
-def test_names_pixels_and_terms_are_those_of_the_library():
+def test_names_pixels_and_terms_equal_the_library():
     for family in encoders.FAMILIES:
         name, variant = recognise(weights_of(family))
         assert_allclose([variant.mean, variant.std], GOLDEN[f"{family} mean and std"])

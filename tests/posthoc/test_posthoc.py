@@ -241,7 +241,7 @@ def test_the_page_writes_a_feature_file(tmp_path, monkeypatch, arrays):
 
 
 @pytest.mark.ci
-def test_a_process_imports_no_encoder_and_decomposes_in_one_thread(source, tmp_path):
+def test_a_process_loads_no_encoder_and_has_one_thread(source, tmp_path):
     """With several threads, eigenvectors differ in their last digits."""
     heavy = {"flax", "orbax", "tensorflow", "tensorflow_datasets", "grain", "optax", "PIL"}
     heavy |= {"fdc_jax.model", "fdc_jax.data", "fdc_jax.learners", "sklearn", "torch"}
