@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from array_record.python.array_record_data_source import ArrayRecordDataSource
-from PIL import Image
+from PIL import Image, ImageOps
 
 from fdc_jax.data import images, sources
 from tests.errors import input_error
@@ -123,6 +123,25 @@ def test_records_are_decoded_once_until_the_data_change(tmp_path, prepare, opene
     (folder / "label.labels.txt").write_text("rose\ntulip\nlily\n")
     others, decoded = count()
     assert decoded == 0 and others != checksums
+
+
+def test_swapped_shards_of_equal_size_are_noticed(prepare, opened, encode):
+    def bitmap(image):
+        return encode(image, "BMP")
+
+    def flipped(image):
+        return bitmap(ImageOps.flip(image))
+
+    first, _ = prepare("flowers/1.0.0", encoded=bitmap)
+    second, _ = prepare("others/1.0.0", encoded=flipped)
+    before = opened()[0].checksum
+    for path in second.glob("flowers-*"):
+        assert path.stat().st_size == (first / path.name).stat().st_size
+        shutil.copystat(first / path.name, path)
+        path.rename(first / path.name)
+    train, _ = opened()
+    hash_of_first = images.pixels_sha256(np.asarray(train.image(0)))
+    assert train.pixel_hashes()[0] == hash_of_first and train.checksum != before
 
 
 def test_two_configurations_or_no_classes_are_refused(tmp_path, prepare, opened):
