@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
+from fdc_jax.calibration import inputs
+from fdc_jax.calibration.calibrator import weak_head
 from fdc_jax.calibration.inputs import BLOCK_ROWS
 from fdc_jax.errors import InputError
 from tests.calibration import streams
@@ -210,6 +212,14 @@ def test_the_first_head_in_another_order_is_named(warnings):
     fit(head=REVERSED, classes=[6, 5, 4, 3])
     fit(head=REVERSED, method="ncm")  # reads no head
     assert not warnings()
+
+
+@pytest.mark.parametrize(("right", "warned"), [(29, True), (30, False)])
+def test_a_head_is_warned_of_below_three_times_chance(right, warned):
+    rows = np.arange(100) % 10
+    task = inputs.TaskInput(0, [], rows, np.arange(10), np.bincount(rows), None, None)
+    predicted = np.where(np.arange(100) < right, rows, (rows + 1) % 10)
+    assert bool(weak_head(task, predicted)) == warned
 
 
 def test_a_task_without_residuals_is_warned_of(warnings):
