@@ -33,7 +33,7 @@ def map_without(before, after, ridge, out):
     return matrix, offset, after[out] - before[out] @ matrix - offset
 
 
-def assert_map_of_all(actual, before, after, atol=2e-6, offset_atol=4e-6):
+def assert_map_of_all(actual, before, after, atol=2e-6, offset_atol=2e-6):
     matrix, offset, _ = map_without(before, after, actual.ridge, np.zeros(len(before), bool))
     np.testing.assert_allclose(actual.matrix, matrix, atol=atol)
     np.testing.assert_allclose(actual.offset, offset, atol=offset_atol)
@@ -85,7 +85,8 @@ def test_class_errors_are_of_maps_without_these_classes(count, width, number, mo
         errors = map_without(before, after, actual.ridge, classes == of)[2]
         expected.append(errors.mean(axis=0))
     np.testing.assert_allclose(actual.class_errors, expected, atol=2e-4)
-    assert_map_of_all(actual, before, after)
+    # Forty classes lie further apart, so that their offset is rounded more.
+    assert_map_of_all(actual, before, after, offset_atol=4e-6 if number == 40 else 2e-6)
     for alone in (None, np.zeros(count, int)):
         assert drift.fit_map(before, after, classes=alone).class_errors.shape == (0, width)
 

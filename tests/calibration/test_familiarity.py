@@ -18,7 +18,7 @@ def test_images_and_left_out_images_equal_float64(samples):
     _, probes = streams.probe_inputs(tasks, size=20)
     expected = [reference.familiarity(x, features, labels) for x in reference.unit(probes)]
     actual, _ = familiarity.compare(calibrator._reference, probes)
-    np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)
     counts = np.bincount(labels)
     rows = np.flatnonzero(counts[labels] > 1)[::3]
     known = calibrator._reference_of(np.float64)

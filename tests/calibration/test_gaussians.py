@@ -81,5 +81,6 @@ def test_held_out_images_have_no_part_in_statistics(monkeypatch, width):
     actual, _ = gaussians.fit_classes(task.adapted, task.rows, 3, held)
     kept = streams.chosen(task, ~held)
     _, expected = gaussians.fit_classes(kept.adapted, kept.rows, 3, held[~held])
+    np.testing.assert_allclose(actual.means, expected.means, atol=1e-6)
     for part, wanted in zip(actual, expected, strict=True):
         np.testing.assert_allclose(part, wanted, atol=1e-5)

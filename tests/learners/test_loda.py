@@ -104,4 +104,6 @@ def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone):
         features = toy.reference_features(images, merged(kernels, frozen, leaves))
         return rsiat_reference.cosface(features, leaves["head"][:2], labels, 20.0, 0.15)
 
-    toy.check_loss(run, frozen, toy.random_like(step.trained, 1), expected, classes=1)
+    toy.check_loss(
+        run, frozen, toy.random_like(step.trained, 1), expected, classes=1, value_rtol=2e-4
+    )

@@ -278,7 +278,7 @@ def step(run, frozen, trained, batch, backbone=None):
     return run.update.step(backbone or make_backbone(), frozen, leaves, progress, batch, rate)
 
 
-def check_loss(run, frozen, trained, loss, classes=2, backbone=None, rtol=2e-3):
+def check_loss(run, frozen, trained, loss, classes=2, backbone=None, rtol=2e-3, value_rtol=1e-4):
     """Compares the loss of a batch and its gradients with float64.
 
     `loss` is a function of float64 leaves, images and labels. The gradients come from the moments
@@ -287,7 +287,7 @@ def check_loss(run, frozen, trained, loss, classes=2, backbone=None, rtol=2e-3):
     batch = make_batch(2, size=6, classes=classes, padding=2)
     _, progress, value = step(run, frozen, trained, batch, backbone)
     given = shown([batch])
-    np.testing.assert_allclose(value, loss(float64(trained), *given), rtol=2e-4)
+    np.testing.assert_allclose(value, loss(float64(trained), *given), rtol=value_rtol)
     for moment, share in (("mu", 0.1), ("first", 0.1), ("trace", 1.0)):
         sums = optax.tree.get(progress, moment)
         if sums is not None:
