@@ -30,8 +30,8 @@ def open_digits() -> tuple[Dataset, Dataset]:
     """Returns the training and the test images."""
     scans, labels = map(np.asarray, _load(return_X_y=True))
     order = np.argsort(labels, kind="stable")
-    class_names = tuple(map(str, range(10)))
     rank = np.arange(len(order)) - np.searchsorted(labels[order], labels[order])
+    class_names = tuple(map(str, range(10)))
 
     def split(name: str) -> Dataset:
         chosen = order[(rank % 3 == 2) == (name == "test")]

@@ -122,9 +122,6 @@ def open_folder(
     def dataset(split: str) -> Dataset:
         files = splits[split]
 
-        def pixel_hashes() -> list[bytes]:
-            return [fact.sha256 for fact in facts[split]]
-
         def read(index: int) -> bytes:
             path = files[index].path
             encoded = file_bytes(path)
@@ -135,6 +132,7 @@ def open_folder(
             return encoded
 
         ids = tuple(file.name for file in files)
+        hashes = [fact.sha256 for fact in facts[split]]
         return Dataset(
             name=name,
             split=split,
@@ -145,7 +143,7 @@ def open_folder(
             read=read,
             upright=upright,
             grey_bits=scale,
-            pixel_hashes=pixel_hashes,
+            pixel_hashes=lambda: hashes,
             skipped=skipped,
         )
 
