@@ -93,6 +93,7 @@ def test_new_classes_come_after_the_known_ones(plain_source):
     few = stream_of(9, known._replace(sizes=(2,)), num_tasks=2)
     assert few.planned == (2, 2, 2, 2, 1)
     assert few.class_names == list(known.classes)[:4]
+    assert sorted(few.positions) == [-1] * 5 + [*range(4)]
 
 
 def test_checksums_are_of_names_labels_and_pixels_in_any_order(plain_source):

@@ -115,6 +115,15 @@ def test_encoder_in_timms_layout_gives_equal_features(tmp_path, family):
         assert {*arrays} == {name for name in given if not name.endswith(".gamma")}
 
 
+def test_mlp_ratio_for_timm_gives_the_exact_width():
+    """Timm rounds 88 * (15 / 88) down to 14."""
+    variant = dataclasses.replace(encoder("timm_vit")[0], width=88, hidden=15)
+    shapes = vit.parameter_shapes(vit.build(variant, SIDE, "model"), SIDE)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    _, config = layouts.as_timm(params, variant, {}, SIDE)
+    assert int(88 * config["model_args"]["mlp_ratio"]) == 15
+
+
 @pytest.mark.parametrize("family", ["timm_dinov3", "timm_siglip", "timm_deit", "timm_gap"])
 def test_encoder_with_another_final_layer_is_not_written(family):
     with input_error("expected a plain Vision Transformer"):
@@ -153,6 +162,7 @@ def test_heads_follow_from_width_and_name(tmp_path, name, width, heads):
     [
         ("vit", "gelu", 1e-12),
         ("dinov2", "gelu", 1e-6),
+        ("dinov2_with_registers", "gelu", 1e-6),
         ("clip_vision_model", "quick_gelu", 1e-5),
         ("siglip_vision_model", "gelu_tanh", 1e-6),
     ],
