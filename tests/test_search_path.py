@@ -68,7 +68,7 @@ def run_in(folder, cache, *command, path=(str(small_runs.REPOSITORY),), code=0):
     assert "matplotlibrc" not in done.stderr
 
 
-FIELDS = small_runs.FIELDS | {"num_tasks": 1}
+FIELDS = small_runs.FIELDS | {"num_tasks": 1, "train.epochs": 1}
 SMALL = " ".join(f"--config.{name}={value}" for name, value in FIELDS.items())
 COMMANDS = {
     "predict": "model image.png --html=page.html",

@@ -80,24 +80,26 @@ def group_of(folder, wrong=0, labels=None):
     return group
 
 
-@pytest.mark.parametrize(
-    ("wrong", "start"),
-    [(1, "Not significantly better"), (2, "Not better"), (60, "Worse")],
-)
-def test_verdict_compares_with_the_best_of_no_training(tmp_path, capsys, wrong, start):
-    group, features = group_of(tmp_path, wrong), feature_set()
+STARTS = {1: "Not significantly better", 2: "Not better", 60: "Worse"}
+
+
+def test_verdict_compares_with_the_best_of_no_training(tmp_path, capsys):
+    features = feature_set()
     accuracies = {}
     for name, settings in analysis.UNTRAINED.items():
         fitted = features.fit(calibration.make(name, **settings))
         labels = fitted.score(features.test_adapted, features.test_pretrained).label
-        accuracies[name] = 100 * np.mean(labels == features.test_labels)
-        assert group.row(name)["mean"] == pytest.approx(accuracies[name])
-        assert name not in group.methods
-    assert group.best == "fdc" and accuracies[group.untrained] == max(accuracies.values())
-    gain = group.gain("fdc", group.untrained)
-    assert gain.mean == pytest.approx(group.row("fdc")["mean"] - accuracies[group.untrained])
-    verdict = console.verdict(group)
-    assert verdict.startswith(f"{start} than no training at all (")
+        accuracies[name] = pytest.approx(100 * np.mean(labels == features.test_labels))
+    for wrong, start in STARTS.items():
+        group = group_of(tmp_path, wrong)
+        assert {name: group.row(name)["mean"] for name in accuracies} == accuracies
+        assert not {*accuracies} & {*group.methods}
+        best = max(group.row(name)["mean"] for name in accuracies)
+        assert group.best == "fdc" and group.row(group.untrained)["mean"] == best
+        gain = group.gain("fdc", group.untrained)
+        assert gain.mean == pytest.approx(group.row("fdc")["mean"] - best)
+        verdict = console.verdict(group)
+        assert verdict.startswith(f"{start} than no training at all (")
     console.show(group)
     assert verdict in capsys.readouterr().out
 

@@ -120,8 +120,10 @@ def test_common_seeds_are_paired(values):
     np.testing.assert_allclose(actual, expected, atol=1e-9)
     sides = [accuracies.mean(), others.mean(), len(gaps)]
     assert [row["mean"], row.paper_mean, row.n] == pytest.approx(sides)
-    # A single common seed has no interval.
-    row = compared(by_seed, 50.0, 1.0, 9, {77: 1.5})
+
+
+def test_a_single_common_seed_has_no_interval():
+    row = compared({0: 9.0, 77: 0.0}, 50.0, 1.0, 9, {77: 1.5})
     assert (row.difference, row.n) == (-1.5, 1)
     assert np.isnan(row.difference_low)
 

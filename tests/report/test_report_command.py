@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from fdc_jax import report
-from fdc_jax.report import classes, pictures, report_command, runs, tables
+from fdc_jax.report import classes, figures, pictures, report_command, runs, tables
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -24,6 +24,12 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def no_tables(no_figures, monkeypatch):
+    """Reports without figures and tables of runs."""
+    monkeypatch.setattr(tables, "build", lambda groups: [])
+
+
 def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkeypatch):
     output = tmp_path / "out"
 
@@ -32,6 +38,7 @@ def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkey
         return dataclasses.replace(group, missing=["no similarity: why"])
 
     monkeypatch.setattr(runs, "analyse", analyse)
+    monkeypatch.setattr(figures, "_OF_A_RUN", (figures.accuracy_curve,))
     paths = [*map(str, sorted(folder.iterdir()))]
     assert report_command.main([*paths, f"--output={output}", "--sweep=neighbours"]) == 0
     printed = capsys.readouterr()
@@ -53,7 +60,7 @@ def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkey
     assert files == ["config.json", "predictions.npz", "results.json"]
 
 
-def test_references_become_tables_quietly(folder, tmp_path, capsys, no_figures):
+def test_references_become_tables_quietly(folder, tmp_path, capsys, no_tables):
     rows = "benchmark,learner,quantity,seed,value\ndigits,cumulative_lora,raw,1,50\n"
     (tmp_path / "other code.csv").write_text(rows)
     arguments = [str(folder / "a"), str(folder / "notes"), f"--output={tmp_path}"]
@@ -97,7 +104,7 @@ CHANGES = {
 }
 
 
-def test_a_report_is_current_by_content_and_not_by_dates(folder, tmp_path, no_figures, monkeypatch):
+def test_a_report_is_current_by_content_and_not_by_dates(folder, tmp_path, no_tables, monkeypatch):
     output = folder / "report"
     shutil.rmtree(folder / "b")
     assert not report.is_current([folder], output)

@@ -30,13 +30,13 @@ def test_encoders_of_a_finished_run_give_its_saved_features(opened):
     test = opened.test_images(tested)
     tasks = opened.tasks
     first, second = (
-        evaluation_images(tasks.train, indices[:4], 32) for indices in tasks.train_indices
+        evaluation_images(tasks.train, indices[:3], 32) for indices in tasks.train_indices
     )
     for name, rows, images, t in (
         ("test_adapted", tested, test, 2),
         ("test_pretrained", tested, test, 0),
-        ("train_adapted_0", slice(4), first, 1),  # after the first task
-        ("train_previous_1", slice(4), second, 1),  # before the second one
+        ("train_adapted_0", slice(3), first, 1),  # after the first task
+        ("train_previous_1", slice(3), second, 1),  # before the second one
     ):
         expected = np.load(opened.folder / "features" / f"{name}.npy")[rows]
         assert_allclose(opened.features(images, t), expected, atol=1e-5)
@@ -115,10 +115,10 @@ def in_layout_of_0_2_0(folder):
     return folder
 
 
-def test_finished_run_of_0_2_0_is_opened(finished_run, tmp_path):
+def test_finished_run_of_0_2_0_is_opened(opened, finished_run, tmp_path):
     run = fdc_jax.open_run(in_layout_of_0_2_0(small_runs.copied(finished_run, tmp_path / "run")))
     image = np.zeros((8, 8), np.uint8)
-    pd.testing.assert_frame_equal(run.predict(image), fdc_jax.open_run(finished_run).predict(image))
+    pd.testing.assert_frame_equal(run.predict(image), opened.predict(image))
 
 
 def test_stopped_run_of_0_2_0_names_the_version_that_resumes_it(stopped_run, cache, tmp_path):

@@ -76,6 +76,7 @@ def test_a_run_answers_before_it_trains(frozen, finished_run, cache, tmp_path, c
         assert_array_equal(before[column], expected[column])
     small_runs.run(fields, folder)
     small_runs.same_outcome(finished_run, folder)
+    assert {it["pretrained_from_cache"] for it in events(folder, "statistics")} == {1.0}
     ((group,), _) = runs.load([folder])
     assert group.row("gaussians-pretrained")["mean"] == accuracy
     after = fdc_jax.open_run(folder).predict(images)

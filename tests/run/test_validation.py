@@ -16,7 +16,7 @@ from fdc_jax.features.feature_files import ArrayFolder
 from tests import small_runs
 from tests.report.feature_sets import reference_of
 
-SHARE = {"data__validation_share": 0.25}
+SHARE = {"data__validation_share": 0.25, "train__epochs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_validation_accuracies_follow_the_equations(validated_run):
 def test_a_stopped_run_holds_out_the_same_images(validated_run, cache, tmp_path):
     workdir = tmp_path / "run"
     small_runs.stopped(small_runs.config(cache, **SHARE), workdir, 9)
-    other = small_runs.config(cache, data__validation_share=0.0)
+    other = small_runs.config(cache, **SHARE | {"data__validation_share": 0.0})
     with pytest.raises(InputError, match=r"data.validation_share was 0.25, is 0.0;"):
         small_runs.run(other, workdir)
     small_runs.run(small_runs.config(cache, **SHARE), workdir)
