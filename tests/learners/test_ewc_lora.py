@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fdc_jax.model import operations
 from tests.learners import toy
 
 
@@ -60,3 +61,15 @@ def test_fisher_information_by_finite_differences(run, backbone, fisher):
                 total += np.sum(gradients**2)
             assert total > 0
             np.testing.assert_allclose(entries.max(), total / 11, rtol=2e-3)
+
+
+def test_a_batch_in_portions_makes_the_same_step(run, monkeypatch):
+    """A full portion, one partly of padding and one of nothing else."""
+    # Factors of a fresh increment are zero on one side, which would hide what it adds.
+    given = run.steps[1].frozen, toy.random_like(run.steps[1].trained, 4, 0.05)
+    batch, calls = toy.make_batch(3, size=6, classes=3, padding=3), toy.encoder_calls(monkeypatch)
+    expected = toy.step(run, *given, batch)
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
+    actual = toy.step(run._replace(update=run.learner.update()), *given, batch)
+    assert {len(call[2]) for call in calls} == {2}
+    toy.assert_near(actual[1:], expected[1:], 2e-4)

@@ -12,10 +12,21 @@ from fdc_jax.learners import gaussian_alignment, rsiat
 from fdc_jax.model import operations
 from tests.learners import rsiat_reference, toy
 
+LEARNER = toy.make_learner("rsiat")
+
 
 @pytest.fixture(scope="module")
-def run():
-    return toy.trajectory("rsiat")
+def state():
+    """A state of noise, for which nothing is trained."""
+    state = toy.random_like(LEARNER.initial_state(), 5)
+    factors = np.asarray(state.gaussians.factors)
+    return state._replace(gaussians=state.gaussians._replace(factors=factors))
+
+
+def started(backbone, state, task):
+    """Returns frozen leaves, and noise in place of the trained ones."""
+    frozen, trained = LEARNER.start_task(backbone, state, task, jax.random.key(task))
+    return frozen, toy.random_like(trained, 7)
 
 
 def reference_loss(state, trained, batch, task, warm_up):
@@ -36,47 +47,51 @@ def reference_loss(state, trained, batch, task, warm_up):
     return value + 2.0 * np.mean([[cosine(m, f) for f in projected] for m in projected_means])
 
 
-@pytest.mark.parametrize("task", [0, 1])
-def test_loss_and_gradients_in_float64(run, backbone, monkeypatch, task, warm_up=0.4):
-    """In the second task the encoder takes two images at a time."""
+def test_loss_and_gradients_in_float64(backbone, state, monkeypatch, warm_up=0.4):
+    """The encoder takes three of six images at a time."""
     calls = toy.encoder_calls(monkeypatch)
-    if task == 1:
-        monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", toy.TWO_IMAGES)
-    state, frozen = run.steps[task].before, run.steps[task].frozen
-    trained = toy.random_like(run.steps[task].trained, 7)
-    batch = toy.make_batch(3, size=6, classes=toy.CLASSES[task], padding=1)
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", 30)
     # Without a key for it, nothing is dropped.
-    loss = jax.jit(jax.value_and_grad(run.learner.loss, argnums=2))
-    value, gradients = loss(backbone, frozen, trained, batch, warm_up)
-    assert {len(call[2]) for call in calls} == {6 if task == 0 else 2}
+    loss = jax.jit(jax.value_and_grad(LEARNER.loss, argnums=2))
+    for task in (0, 1):
+        frozen, trained = started(backbone, state, task)
+        batch = toy.make_batch(3, size=6, classes=toy.CLASSES[task], padding=1)
+        value, gradients = loss(backbone, frozen, trained, batch, warm_up)
 
-    def expected(leaves):
-        return reference_loss(state, leaves, batch, task, warm_up)
+        def expected(leaves, task=task, batch=batch):
+            return reference_loss(state, leaves, batch, task, warm_up)
 
-    np.testing.assert_allclose(value, expected(toy.float64(trained)), rtol=1e-5)
-    slopes = toy.assert_slopes(expected, trained, toy.float64(gradients), rtol=1e-3)
-    # Adapter, head and projector; the first task does not train the projector.
-    assert (np.abs(slopes[5:]).max() > 1e-3) == (task > 0)
+        np.testing.assert_allclose(value, expected(toy.float64(trained)), rtol=1e-5)
+        slopes = toy.assert_slopes(expected, trained, toy.float64(gradients), rtol=1e-3)
+        # Adapter, head and projector; the first task does not train the projector.
+        assert (np.abs(slopes[5:]).max() > 1e-3) == (task > 0)
+    assert {len(call[2]) for call in calls} == {3}
 
 
-def test_adapter_and_projector_continue_between_tasks(run):
+def test_adapter_and_projector_continue_between_tasks(backbone, state):
     """A new adapter adds nothing; it and the projector go on from task to task."""
-    first, second, third = run.steps
-    adapter, bound = first.started["adapter"], toy.TINY.width**-0.5
+    before = LEARNER.initial_state(), state, state
+    starts = [
+        LEARNER.start_task(backbone, given, task, jax.random.key(task))
+        for task, given in enumerate(before)
+    ]
+    adapter, bound = starts[0][1]["adapter"], toy.TINY.width**-0.5
     assert 0.9 * bound < np.abs(adapter["down"]).max() <= bound and adapter["down"].min() < 0
     for leaf in ("down_bias", "up", "up_bias"):
         np.testing.assert_array_equal(adapter[leaf], 0)
     # The first task has no use for a projector, the second draws it.
-    drawn = second.started["projector"][0].weight
-    assert np.abs(drawn - second.before.projector[0].weight).max() > 0.1
-    toy.assert_equal(third.started["projector"], third.before.projector)
-    for step in (second, third):
-        for leaves in (step.started, step.frozen["kernels"]):
-            toy.assert_equal(leaves["adapter"], step.before.adapter)
+    drawn = np.asarray(starts[1][1]["projector"][0].weight)
+    assert np.abs(drawn - np.asarray(state.projector[0].weight)).max() > 0.1
+    toy.assert_equal(starts[2][1]["projector"], state.projector)
+    for frozen, trained in starts[1:]:
+        for leaves in (trained, frozen["kernels"]):
+            toy.assert_equal(leaves["adapter"], state.adapter)
 
 
-def test_dropout_follows_from_key_and_step(run, backbone):
-    step, losses = run.steps[1], []
+@pytest.mark.ci
+def test_dropout_follows_from_key_and_step(backbone):
+    run, losses = toy.trajectory("rsiat"), []
+    step = run.steps[1]
     trained, keys = toy.random_like(step.trained, 7), map(jax.random.key, (0, 0, 0, 1))
     for key, done in zip(keys, (0, 0, 1, 0), strict=True):
         frozen = step.frozen | {"dropout": jax.random.key_data(key)}
@@ -87,11 +102,12 @@ def test_dropout_follows_from_key_and_step(run, backbone):
     assert losses[0] == losses[1] and len(set(losses)) == 3
 
 
-def test_dropout_is_in_the_trained_encoder_alone(run, backbone, monkeypatch):
+def test_dropout_is_in_the_trained_encoder_alone(backbone, state, monkeypatch):
     """In the encoder that is trained, and not in the one before the task."""
-    calls, key, step = toy.encoder_calls(monkeypatch), jax.random.key(0), run.steps[1]
-    loss = partial(run.learner.loss, backbone, step.frozen)
-    jax.eval_shape(lambda leaves: loss(leaves, toy.make_batch(3), 1.0, key), step.trained)
+    calls, key = toy.encoder_calls(monkeypatch), jax.random.key(0)
+    frozen, trained = started(backbone, state, 1)
+    loss = partial(LEARNER.loss, backbone, frozen)
+    jax.eval_shape(lambda leaves: loss(leaves, toy.make_batch(3), 1.0, key), trained)
     assert [tuple(call[4:-1]) for call in calls] == [(None, key, 0.1), (None, None, 0.0)]
 
 
@@ -118,19 +134,23 @@ def test_native_constants_follow_the_benchmark():
             assert learner.native_rates() == (1.8461e-2, 1.714e-4, 2.934e-3)
 
 
-def test_earlier_means_follow_the_drift(run):
-    for task, step in enumerate(run.steps):
-        images, _ = toy.shown(step.images.plain())
-        new, old = (
-            toy.reference_features(images, adapter=state.adapter)
-            for state in (step.after, step.before)
-        )
-        before, after = step.before.gaussians, step.after.gaussians
-        for past, classes in enumerate(toy.CLASSES[:task]):
-            means = toy.float64(before.means)[past, :classes]
-            moved = rsiat_reference.moved_means(means, old, new, 4.0)
-            assert np.abs(moved - means).max() > 1e-3
-            np.testing.assert_allclose(after.means[past, :classes], moved, atol=1e-5)
+@pytest.fixture(scope="module")
+def third_task(backbone, state):
+    """Frozen and trained leaves and images of a third task, and the state after it."""
+    frozen, trained = started(backbone, state, 2)
+    images = toy.images_of(2, toy.CLASSES[2])
+    return frozen, trained, images, LEARNER.after_task(backbone, state, 2, frozen, trained, images)
+
+
+def test_earlier_means_follow_the_drift(state, third_task):
+    _, _, given, after = third_task
+    images, _ = toy.shown(given.plain())
+    new, old = (toy.reference_features(images, adapter=s.adapter) for s in (after, state))
+    for past, classes in enumerate(toy.CLASSES[:2]):
+        means = toy.float64(state.gaussians.means)[past, :classes]
+        moved = rsiat_reference.moved_means(means, old, new, 4.0)
+        assert np.abs(moved - means).max() > 1e-3
+        np.testing.assert_allclose(after.gaussians.means[past, :classes], moved, atol=1e-5)
 
 
 def test_a_distant_mean_moves_by_the_mean_drift():
@@ -142,16 +162,15 @@ def test_a_distant_mean_moves_by_the_mean_drift():
     np.testing.assert_allclose(rsiat.moved_means(means, before, after), expected, rtol=1e-10)
 
 
-def test_all_heads_are_calibrated_on_moved_means(run, backbone, factor=0.5):
+def test_all_heads_are_calibrated_on_moved_means(backbone, state, third_task, factor=0.5):
     """Native decay shrinks heads of earlier tasks, by a factor that trains along."""
-    step = run.steps[1]
-    trained = step.trained | {"earlier_heads": jnp.asarray(factor)}
-    actual = run.learner.after_task(backbone, step.before, 1, step.frozen, trained, step.images)
-    heads = (factor * step.before.heads).at[1].set(step.trained["head"])
-    key = jax.random.wrap_key_data(step.frozen["calibration"])
-    seen = run.setup.classes_of_first(2)
-    expected = run.learner.calibrate(heads, step.after.gaussians, seen, key)
-    toy.assert_equal((actual.heads, actual.gaussians), (expected, step.after.gaussians))
+    frozen, trained, images, after = third_task
+    trained = trained | {"earlier_heads": jnp.asarray(factor)}
+    actual = LEARNER.after_task(backbone, state, 2, frozen, trained, images)
+    heads = (factor * state.heads).at[2].set(trained["head"])
+    key = jax.random.wrap_key_data(frozen["calibration"])
+    expected = LEARNER.calibrate(heads, after.gaussians, LEARNER.setup.classes_of_first(3), key)
+    toy.assert_equal((actual.heads, actual.gaussians), (expected, after.gaussians))
 
 
 @pytest.mark.parametrize("labels", [np.arange(8), np.zeros(8, int)])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +15,7 @@ import scipy.special
 
 from configs import digits
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import training
+from fdc_jax.learners import loda, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
@@ -93,14 +92,25 @@ def shown(batches):
     return images[weights > 0], labels[weights > 0]
 
 
-def placed(tree, mesh=None):
+def placed(tree):
     """Returns a copy of every leaf, placed as in a run, so that no step is compiled again."""
-    return devices.replicate(mesh or devices.data_mesh(), jax.tree.map(jnp.array, tree))
+    place = devices.everywhere(devices.data_mesh())
+    return jax.tree.map(lambda leaf: devices.put(np.array(leaf), place), tree)
 
 
 def assert_equal(actual, expected):
     """Compares two trees bit for bit."""
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def assert_near(actual, expected, tolerance):
+    """Compares two trees: bit for bit, or up to a share of the largest number of a leaf."""
+
+    def compare(one, other):
+        scale = max(float(np.abs(other).max(initial=0.0)), 1e-6)
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
+
+    jax.tree.map(compare, actual, expected)
 
 
 class Step(NamedTuple):
@@ -115,6 +125,10 @@ class Step(NamedTuple):
     after: Any
 
 
+class Reached(Exception):
+    """The arguments of the encoder, which a loss has reached."""
+
+
 class Trajectory(NamedTuple):
     """A learner's way through three tasks.
 
@@ -122,7 +136,6 @@ class Trajectory(NamedTuple):
         name: the learner's.
         update: its step was compiled for all tasks.
         lines: those of all products in the compiled programs.
-        features: `(frozen, trained, images) -> features` as the loss sees them, compiled.
     """
 
     name: str
@@ -131,7 +144,18 @@ class Trajectory(NamedTuple):
     update: training.Update
     steps: list[Step]
     lines: list[str]
-    features: Any
+
+    def features(self, frozen, trained, images):
+        """Returns features as the loss sees them."""
+        batch = make_batch(size=len(images))._replace(images=images)
+
+        def reach(model, backbone, images, kernels, increment, *dropout):
+            raise Reached(kernels, increment)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached) as encoder:
+            patch.setattr(vit, "encode", reach)
+            self.learner.loss(make_backbone(), frozen, trained, batch)
+        return encode(images, *encoder.value.args)
 
 
 @contextlib.contextmanager
@@ -163,7 +187,7 @@ def images_of(task, classes, mesh=None):
 
     def features(encoder):
         images, labels = shown(plain)
-        return np.asarray(encode(images, encoder)), labels
+        return encode(images, encoder), labels
 
     return training.TaskImages(lambda: iter(augmented), lambda: iter(plain), features, None)
 
@@ -176,7 +200,9 @@ def trajectory(name, classes_per_task=CLASSES, mesh=None):
     update, rate = learner.update(), RATES.get(name, RATE)
     put = functools.partial(devices.replicate, setup.mesh)
     state, steps = put(learner.initial_state()), []
-    with products_compiled() as lines:
+    with products_compiled() as lines, pytest.MonkeyPatch.context() as patch:
+        # The encoder is compiled for every size; tests/learners/test_loda_half_steps.py has all.
+        patch.setattr(loda, "PART_SIZES", (8,))
         for task, classes in enumerate(classes_per_task):
             images = images_of(task, classes, mesh)
             # As in a run: arrays on other devices, or free to move, would compile a step again.
@@ -192,16 +218,7 @@ def trajectory(name, classes_per_task=CLASSES, mesh=None):
             steps.append(Step(state, designed, frozen, started, trained, images, after))
             state = after
     assert update.step._cache_size() == 1  # One compilation serves all tasks.
-
-    @jax.jit
-    def features(frozen, trained, images):
-        batch = make_batch(size=len(images))._replace(images=images)
-        with pytest.MonkeyPatch.context() as patch:
-            calls = encoder_calls(patch)
-            learner.loss(backbone, frozen, trained, batch)
-        return calls[0][-1]
-
-    return Trajectory(name, learner, setup, update, steps, lines, features)
+    return Trajectory(name, learner, setup, update, steps, lines)
 
 
 def encoder_calls(monkeypatch):
@@ -216,10 +233,19 @@ def encoder_calls(monkeypatch):
     return calls
 
 
-@jax.jit
-def encode(images, kernels=None):
-    """Returns features by the compiled encoder."""
-    return vit.encode(MODEL, make_backbone(), images, kernels)
+_encode = jax.jit(functools.partial(vit.encode, MODEL))
+NO_INCREMENT = {
+    part: {"A": np.zeros((2, 24, RANK), np.float32), "B": np.zeros((2, RANK, 24), np.float32)}
+    for part in PARTS
+}
+
+
+def encode(images, kernels=None, increment=None):
+    """Returns features of at most twelve images, for all of which the encoder is compiled once."""
+    padded = np.resize(images, (12, *images.shape[1:]))
+    kernels = kernels or vit.pretrained_kernels(make_backbone())
+    given = placed((make_backbone(), padded, kernels, increment or NO_INCREMENT))
+    return np.asarray(_encode(*given))[: len(images)]
 
 
 def input_moments(run, kernels, images):
