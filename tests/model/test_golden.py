@@ -36,6 +36,7 @@ def test_features_of_a_small_checkpoint(input_range, side):
     assert_allclose(actual, golden[f"{input_range}_{side}"], atol=2e-5)
 
 
+@pytest.mark.ci
 def test_features_of_the_real_checkpoint(shared_asset):
     golden = np.load(shared_asset("golden_vit_ti16_16images.npz"))
     loaded = weights.load(shared_asset("Ti_16-augreg-i21k-ft-i1k.npz"), "Ti/16", 224)

@@ -268,8 +268,11 @@ def test_arrays_of_other_shapes_are_refused(tmp_path):
 @pytest.mark.parametrize("name", vit.VARIANTS)
 def test_augreg_files_of_every_size_are_recognised(name):
     variant = vit.VARIANTS[name]
-    model = vit.build(variant, variant.image_size)
+    model = vit.build(dataclasses.replace(variant, depth=1), variant.image_size)
     shapes = traverse_util.flatten_dict(vit.parameter_shapes(model, variant.image_size), sep="/")
-    zero = np.float32(0)
-    arrays = {key: np.broadcast_to(zero, leaf.shape) for key, leaf in shapes.items()}
+    arrays = {}
+    for key, leaf in shapes.items():
+        for block in range(variant.depth):
+            of_block = key.replace("block_0", f"block_{block}")
+            arrays[of_block] = np.broadcast_to(np.float32(0), leaf.shape)
     assert layouts.encoder_of(arrays, FOLDER / "augreg.npz") == (name, variant)

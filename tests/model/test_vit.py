@@ -35,22 +35,16 @@ def random_adapter():
     return random_like(dict(down=down, down_bias=down[:, 0], up=up, up_bias=up[:, 0]), 4, 0.5)
 
 
-def with_adapter(adapter):
-    return vit.KeyValueKernels(**vit.pretrained_kernels(PARAMS), adapter=adapter)
-
-
 def test_kernels_increments_and_adapters_in_float64():
     """An increment comes on top of the kernels given; an adapter acts beside every MLP."""
     first, second, adapter = random_increment(2), random_increment(3), random_adapter()
     kernels = increments.merge(vit.pretrained_kernels(PARAMS), first)
     both = jax.tree.map(np.add, products(first), products(second))
     for given, expected in (
-        ((), {}),
-        ((None, second), {"updates": products(second)}),
-        ((kernels, second), {"updates": both}),
-        ((with_adapter(adapter),), {"adapter": adapter}),
+        ((None, second), (products(second),)),
+        ((kernels | {"adapter": adapter}, second), (both, adapter)),
     ):
-        expected = reference.features(PARAMS, IMAGES, **expected)
+        expected = reference.features(PARAMS, IMAGES, *expected)
         assert_allclose(encode(MODEL, IMAGES, *given), expected, atol=3e-5)
 
 
@@ -63,7 +57,8 @@ def test_dropout_scales_the_hidden_units_that_stay(monkeypatch):
         return jnp.broadcast_to(bernoulli(key, share, shape[-1:]), shape)
 
     monkeypatch.setattr(jax.random, "bernoulli", alike)
-    actual = encode(MODEL, IMAGES, with_adapter(adapter), None, key, 0.4)
+    kernels = vit.pretrained_kernels(PARAMS) | {"adapter": adapter}
+    actual = encode(MODEL, IMAGES, kernels, None, key, 0.4)
     mask = np.stack([bernoulli(of_block, 0.6, (5,)) for of_block in jax.random.split(key, 2)])
     kept = adapter | {"up": adapter["up"] * mask[:, :, None] / 0.6}
     assert_allclose(actual, reference.features(PARAMS, IMAGES, adapter=kept), atol=3e-5)
@@ -73,7 +68,7 @@ def test_dropout_scales_the_hidden_units_that_stay(monkeypatch):
 
 
 def test_fast_precision_stays_near_parity_and_returns_float32():
-    parity = encode(MODEL, IMAGES)
+    parity = reference.features(PARAMS, IMAGES)
     fast = encode(MODEL.clone(precision="fast"), IMAGES)
     assert fast.dtype == jnp.float32
     error = np.linalg.norm(fast - parity, axis=1) / np.linalg.norm(parity, axis=1)
@@ -93,7 +88,7 @@ def test_fused_attention_is_given_the_same_arrays(monkeypatch, side):
         return function(query, key, value, implementation="xla", **lengths)
 
     images, params = random_images(2, side=side), random_params(0, TINY, side)
-    expected = jax.jit(MODEL.apply)({"params": params}, images)
+    expected = reference.features(params, images)
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     fused = jax.jit(MODEL.clone(attention="cudnn").apply)({"params": params}, images)
     assert_allclose(fused, expected, atol=3e-5)
@@ -120,9 +115,15 @@ def test_unknown_names_and_sizes_are_refused(arguments, message):
 def test_activations_with_kept_slopes(name, dtype, tolerance):
     """Values and gradients of the plain form: in float32 its own, in bfloat16 but for rounding."""
     function, x = operations.ACTIVATIONS[name], jnp.linspace(-6.0, 6.0, 1201).astype(dtype)
-    actual, pull = jax.vjp(lambda x: operations.with_kept_slope(function, x), x)
-    expected = jax.jvp(function, (x.astype(jnp.float32),), (jnp.ones(1201),))
-    for result, wide in zip((actual, *pull(jnp.ones_like(x))), expected, strict=True):
+    kept = partial(operations.with_kept_slope, function)
+
+    @jax.jit
+    def both(x):
+        value, pull = jax.vjp(kept, x)
+        wide = jax.jvp(function, (x.astype(jnp.float32),), (jnp.ones(1201),))
+        return (value, *pull(jnp.ones_like(x))), wide
+
+    for result, wide in zip(*both(x), strict=True):
         assert result.dtype == dtype
         assert_allclose(result, wide, rtol=tolerance, atol=1e-6)
 
