@@ -172,14 +172,13 @@ def analysed(*members: MadeUpRun) -> list[Group]:
 
 def with_numbers(group: Group, values: Mapping[str, Sequence[float]]) -> Group:
     """A group with other values of quantities, one per seed."""
-    numbers = group.numbers
+    labels = {"benchmark": group.benchmark, "learner": group.learner, "settings": group.title}
+    tables = [group.numbers]
     for name, by_seed in values.items():
-        calibrator, quantity = quantities.parse(name)
-        replaced = numbers["calibrator"].eq(calibrator) & numbers["quantity"].eq(quantity)
-        labels = {"benchmark": group.benchmark, "learner": group.learner, "settings": group.title}
-        labels |= {"calibrator": calibrator, "quantity": quantity}
-        rows = pd.DataFrame({"seed": group.seeds, "value": by_seed}).assign(**labels)
-        numbers = pd.concat([numbers[~replaced], rows], ignore_index=True)
+        labels["calibrator"], labels["quantity"] = quantities.parse(name)
+        tables.append(pd.DataFrame({"seed": group.seeds, "value": by_seed} | labels))
+    keys = ["seed", "calibrator", "quantity"]
+    numbers = pd.concat(tables).drop_duplicates(keys, keep="last", ignore_index=True)
     return dataclasses.replace(group, numbers=numbers)
 
 

@@ -21,7 +21,7 @@ def report(tmp_path_factory):
     """A page with tables, pictures, figures of all widths and a long name."""
     long = "a_very_long_name_of_a_learner_" * 4
     members = [made_up.run(1, num_tasks=11), made_up.run(1, learner=long)]
-    kinds = ("accuracy_curve", "task_confusion", "task_identity")
+    kinds = ("task_confusion", "task_identity")
     shown = [test_page.material(), test_page.material(long)]
     built = [test_page.table(), test_page.table("other", long, long)]
     text = test_page.rendered(members, built, None, kinds, shown)

@@ -83,7 +83,8 @@ def group_of(folder, wrong=0, labels=None):
 STARTS = {1: "Not significantly better", 2: "Not better", 60: "Worse"}
 
 
-def test_verdict_compares_with_the_best_of_no_training(tmp_path, capsys):
+def test_verdict_compares_with_the_best_of_no_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(analysis.UNTRAINED, "ranpac-pretrained", {"projections": 100})
     features = feature_set()
     accuracies = {}
     for name, settings in analysis.UNTRAINED.items():
