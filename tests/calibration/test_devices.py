@@ -26,7 +26,8 @@ def test_features_on_a_device_stay_there(monkeypatch):
     tasks, fetch, shapes = streams.known(3, 3), jax.device_get, []
     adapted, pretrained = streams.probe_inputs(tasks, size=50)
     fitted = streams.fitted(tasks)
-    settings = [{"retained_energy": 0.5}, {"attenuation": 0.1, "neighbours": 2}]
+    settings = [{"retained_energy": eta} for eta in (0.5, 0.6, 0.75, 0.95)]
+    settings[2] |= {"attenuation": 0.1, "neighbours": 2}
 
     def device_get(tree):
         shapes.extend(leaf.shape for leaf in jax.tree.leaves(tree))
@@ -74,7 +75,7 @@ def counted(monkeypatch):
 
 @pytest.mark.parametrize("put", [np.asarray, jax.device_put], ids=["host", "device"])
 def test_waits_do_not_grow_with_tasks_and_rows(counted, put):
-    tasks = streams.known(0, 5, width=24, pretrained_width=40, samples=(30, 1300))
+    tasks = streams.known(0, 5, samples=(30, 1300))
     calibrator = calibration.FDC()
     for task in tasks:
         counted.clear()
@@ -87,7 +88,7 @@ def test_waits_do_not_grow_with_tasks_and_rows(counted, put):
         cuts = sum(len(block.starts) for block in blocks) if put is jax.device_put else 0
         assert counted["_cut"] - cuts == cuts
     calibrator.finalize()
-    views = [put(view) for view in streams.probe_inputs(tasks, size=1500)]
+    views = [put(view) for view in streams.probe_inputs(tasks, size=150)]
     with jax.transfer_guard("disallow"):
         calibrator.score(*views)
         counted.clear()

@@ -50,15 +50,13 @@ PLAIN, SHORT = streams.stream(20, 2)
 ZERO = np.concatenate([SHORT.adapted[:-1], np.zeros_like(SHORT.adapted[:1])])
 ONE_IMAGE = streams.chosen(SHORT, [0])._replace(weight=SHORT.weight[:1])
 CASES = {
-    "n < d": (streams.stream(3, 4, width=128, pretrained_width=96), {}),
     "K = 3, other weights": (
         streams.stream(8, 3, classes=(3, 5, 4)),
         {"neighbours": 3, "rlc_weight": 0.7, "pac_weight": 1.3} | WEIGHTS,
     ),
     "one task, no bias": ([PLAIN._replace(bias=0.0)], {}),
-    "20 unequal tasks": (streams.stream(8, 20, classes=(2, 9, 4), samples=(20, 200, 33)), {}),
-    "many classes": (
-        streams.stream(8, 2, classes=(300, 3), samples=(900, 50)),
+    "20 unequal tasks, n < d, many classes": (
+        streams.stream(8, 20, 32, 24, classes=(3, 100, 4), samples=(20, 300, 33)),
         {"neighbours": 3},
     ),
     "means 100 spreads apart": (apart(streams.stream(3, 5)), {}),
@@ -181,9 +179,12 @@ def test_one_view_equals_float64_and_a_view_without_weight():
     single = streams.fitted(tasks, dual=False)
     adapted, _ = streams.probe_inputs(tasks)
     expected = streams.fitted_reference(tasks, dual=False).score(adapted)
-    assert_equal_scores(single.score(adapted), expected, 1e-5)
-    assert single.components(adapted).keys() == {n for n in settings.COMPONENTS if "view" not in n}
-    streams.same_scores(streams.fitted(tasks, pretrained_view_weight=0.0), single, [adapted])
+    components = single.components(adapted)
+    assert components.keys() == {name for name in settings.COMPONENTS if "view" not in name}
+    assert_equal_scores(components["full"], expected, 1e-5)
+    unweighted = streams.fitted(tasks, pretrained_view_weight=0.0).components(adapted)["full"]
+    np.testing.assert_array_equal(unweighted.task_scores, components["full"].task_scores)
+    np.testing.assert_array_equal(unweighted.label, components["full"].label)
 
 
 def test_the_foreign_reference_keeps_its_floors():

@@ -14,7 +14,7 @@ from fdc_jax.machine.files import write_npz
 from tests.calibration import streams
 from tests.errors import input_error
 
-SETTINGS = {"attenuation": 0.3, "rlc_weight": 0.9, "neighbours": 2, "projections": 30, "seed": 3}
+SETTINGS = {"attenuation": 0.3, "rlc_weight": 0.9, "neighbours": 2, "projections": 20, "seed": 3}
 
 
 def saved_and_loaded(calibrator, folder):

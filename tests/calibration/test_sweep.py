@@ -25,7 +25,7 @@ def assert_scores_agree(actual, expected):
     np.testing.assert_array_equal(actual.label[clear], expected.label[clear])
 
 
-@pytest.mark.parametrize("kind", ["linear", "normalised_linear", "cosine", "nearest_mean"])
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_a_sweep_equals_refits_with_every_setting(kind):
     tasks = streams.stream(7, 4, classes=(3, 4, 5))
     views = streams.probe_inputs(tasks, size=100)
@@ -53,6 +53,6 @@ def test_a_sweep_of_one_view_has_rewritten_heads_and_grows():
     for settings, terms in zip(SETTINGS[::9], swept.terms(adapted), strict=True):
         refit = streams.fitted(tasks[:2], dual=False, **settings)
         refit.replace_heads(heads)
-        assert_scores_agree(terms.fuse(), refit.score(adapted))
+        assert_scores_agree(terms.fuse(), refit.terms(adapted).fuse())
     both = [streams.fit(one, tasks[2:], dual=False) for one in (swept.calibrators[-1], refit)]
-    assert_scores_agree(*(calibrator.score(adapted) for calibrator in both))
+    assert_scores_agree(*(calibrator.terms(adapted).fuse() for calibrator in both))
