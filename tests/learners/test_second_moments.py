@@ -41,9 +41,6 @@ def test_moments_of_every_block_in_float64(backbone, kernels, moments_and_count)
         tokens = np.concatenate(inputs["qkv", block])
         expected = tokens.T @ tokens / count
         np.testing.assert_allclose(moment, expected, atol=2e-5 * np.abs(expected).max())
-        lengths = np.mean(np.sum(tokens**2, axis=1))
-        np.testing.assert_allclose(np.trace(moment), lengths, rtol=1e-5)
-    np.testing.assert_allclose(moments, jnp.swapaxes(moments, 1, 2), atol=1e-6)
 
 
 def test_moments_ignore_precision_and_attention(backbone, kernels, moments_and_count, monkeypatch):

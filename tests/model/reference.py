@@ -19,7 +19,9 @@ NO_UPDATE = np.zeros(TINY.depth)
 def random_like(tree, seed, scale=0.3):
     """Returns a tree of the same shapes, filled with noise."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, scale, x.shape), jnp.float32), tree)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0, scale, x.shape).astype(np.float32)), tree
+    )
 
 
 def random_params(seed, variant=TINY, side=SIDE):

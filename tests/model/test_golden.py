@@ -23,8 +23,7 @@ def golden_variant(monkeypatch):
     monkeypatch.setitem(vit.VARIANTS, "golden", VARIANT)
 
 
-@pytest.mark.parametrize("input_range", ["pilot01", "augreg"])
-@pytest.mark.parametrize("side", [SIDE, OTHER_SIDE])
+@pytest.mark.parametrize("input_range, side", [("pilot01", SIDE), ("augreg", OTHER_SIDE)])
 def test_features_of_a_small_checkpoint(input_range, side):
     """Of the real layout. The other side has position embeddings that were resized."""
     golden = np.load(GOLDEN / "features.npz")
