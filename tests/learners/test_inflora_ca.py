@@ -17,8 +17,8 @@ def test_training_equals_inflora():
     toy.assert_equal(aligned.designed[:4], tuple(plain.designed))
     frozen = {name: leaf for name, leaf in aligned.frozen.items() if name != "alignment"}
     toy.assert_equal((frozen, aligned.started), (plain.frozen, plain.started))
-    given = plain.frozen, plain.started, toy.make_batch(size=6)
-    toy.assert_equal(*(toy.step(run, *given) for run in runs))
+    given = plain.started, toy.make_batch(size=6)
+    toy.assert_equal(*(toy.step(run, run.steps[0].frozen, *given) for run in runs))
 
 
 def mean_loss(weight, means, tasks, temperature):
@@ -42,8 +42,7 @@ def test_alignment_in_float64(one_batch, preset, rates, temperature, optimizer):
     options = {"learner__inflora_ca__logit_temperature": temperature}
     learner = toy.make_learner("inflora_ca", learner__preset=preset, **options)
     heads = toy.random_like(learner.initial_state().heads, 0, 1.0)
-    gaussians = gaussian_alignment.empty(3, 3, toy.TINY.width)
-    gaussians = gaussians._replace(means=toy.random_like(gaussians.means, 1, 1.0))
+    gaussians = toy.points(1)
     seen = learner.setup.classes_of_first(2)
     aligned = learner.align(heads, gaussians, seen, jax.random.key(0))
 

@@ -15,7 +15,7 @@ import scipy.special
 
 from configs import digits
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import loda, training
+from fdc_jax.learners import gaussian_alignment, loda, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
@@ -84,6 +84,12 @@ def make_batch(seed=0, size=4, classes=2, padding=0):
     images = random_images(seed, size) * real[:, None, None, None]
     labels = np.arange(size) % classes * real
     return Batch(images, labels.astype(np.int32), real.astype(np.float32))
+
+
+def points(seed):
+    """Returns Gaussians of all classes without spread."""
+    gaussians = gaussian_alignment.empty(3, 3, TINY.width)
+    return gaussians._replace(means=random_like(gaussians.means, seed, 1.0))
 
 
 def shown(batches):

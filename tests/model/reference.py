@@ -63,15 +63,12 @@ def features(params, images, updates=None, adapter=None, inputs=None):
     updates, inputs = updates or {}, collections.defaultdict(list) if inputs is None else inputs
     width, heads, size = TINY.width, TINY.heads, TINY.patch
     outputs = []
+    trunk, embedding = p["Transformer"], p["embedding"]["kernel"].reshape(-1, width)
+    count = images.shape[1] // size
     for image in images / 255.0:
-        tokens = [p["cls"].reshape(width)]
-        for top in range(0, image.shape[0], size):
-            for left in range(0, image.shape[1], size):
-                patch = image[top : top + size, left : left + size]
-                product = np.einsum("ijc,ijcd->d", patch, p["embedding"]["kernel"])
-                tokens.append(product + p["embedding"]["bias"])
-        trunk = p["Transformer"]
-        z = np.stack(tokens) + trunk["posembed_input"]["pos_embedding"][0]
+        rows = image.reshape(count, size, count, size, 3).swapaxes(1, 2)
+        patches = rows.reshape(-1, len(embedding)) @ embedding + p["embedding"]["bias"]
+        z = np.concatenate([p["cls"][0], patches]) + trunk["posembed_input"]["pos_embedding"][0]
         for number in range(TINY.depth):
             block = trunk[f"encoderblock_{number}"]
             attention = block["MultiHeadDotProductAttention_1"]
@@ -97,7 +94,7 @@ def features(params, images, updates=None, adapter=None, inputs=None):
             hidden = hidden * (1 + erf(hidden / math.sqrt(2))) / 2
             beside = 0.0
             if adapter is not None:
-                a = {name: np.asarray(leaf[number], np.float64) for name, leaf in adapter.items()}
+                a = {name: leaf[number] for name, leaf in float64(adapter).items()}
                 beside = np.maximum(z @ a["down"] + a["down_bias"], 0.0) @ a["up"] + a["up_bias"]
             z = z + hidden @ mlp["Dense_1"]["kernel"] + mlp["Dense_1"]["bias"] + 0.1 * beside
         outputs.append(_layer_norm(z, trunk["encoder_norm"])[0])

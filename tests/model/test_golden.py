@@ -14,13 +14,7 @@ from numpy.testing import assert_allclose
 from fdc_jax.model import vit, weights
 
 GOLDEN = Path(__file__).parent / "golden"
-VARIANT = vit.Variant(width=24, depth=2, heads=3, patch=8)
 SIDE, OTHER_SIDE = 32, 48
-
-
-@pytest.fixture(autouse=True)
-def golden_variant(monkeypatch):
-    monkeypatch.setitem(vit.VARIANTS, "golden", VARIANT)
 
 
 @pytest.mark.parametrize("input_range, side", [("pilot01", SIDE), ("augreg", OTHER_SIDE)])

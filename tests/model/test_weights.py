@@ -12,14 +12,9 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from fdc_jax.machine.files import sha256
-from fdc_jax.model import vit, weights
+from fdc_jax.model import weights
 from tests.errors import input_error
-from tests.model.test_golden import GOLDEN, SIDE, VARIANT
-
-
-@pytest.fixture(autouse=True)
-def golden_variant(monkeypatch):
-    monkeypatch.setitem(vit.VARIANTS, "golden", VARIANT)
+from tests.model.test_golden import GOLDEN, SIDE
 
 
 @pytest.fixture
