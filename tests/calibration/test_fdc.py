@@ -135,7 +135,7 @@ def test_components_and_rewritten_heads_equal_float64(kind):
 @st.composite
 def problems(draw):
     """Returns tasks of a width and a rank, and test inputs within the last task's subspace."""
-    width = draw(st.integers(1, 40))
+    width = draw(st.sampled_from([1, 2, 3, 8, 16, 40]))  # Each compiles its own programs.
     rank = draw(st.integers(1, width))
     classes = draw(st.tuples(*[st.sampled_from([1, 2, 4])] * 3))
     samples = draw(st.tuples(*[st.sampled_from([4, 9, 70])] * 3))

@@ -18,7 +18,7 @@ from tests.model import reference
 
 @pytest.fixture(scope="module")
 def model():
-    return vit.VisionTransformer(vit.Variant(24, 2, heads=3, patch=8, image_size=32))
+    return vit.VisionTransformer(vit.Variant(24, 1, heads=3, patch=8, image_size=32))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from tests.features.test_extraction import batches, extractor
 from tests.model import reference
-variant = vit.Variant(16, 2, heads=2, patch=8, image_size=32)
+variant = vit.Variant(16, 1, heads=2, patch=8, image_size=32)
 model = vit.VisionTransformer(variant)
 backbone = reference.random_params(0, variant, side=32)
 kernels = vit.pretrained_kernels(backbone)

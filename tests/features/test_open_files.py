@@ -13,7 +13,7 @@ from tests.errors import input_error, stale
 from tests.features.test_feature_files import example, save
 
 resource = pytest.importorskip("resource", reason="Windows has no limit of this kind")
-TASKS, LIMIT = 45, 100
+TASKS, LIMIT = 30, 64
 PROGRAM = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
