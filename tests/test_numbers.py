@@ -54,9 +54,9 @@ def csv_rows(name):
         return list(csv.DictReader(file))
 
 
-def spread(values, sign=""):
+def spread(values):
     """Returns the mean and the sample standard deviation as pages show them."""
-    return f"{statistics.mean(values):{sign}.2f} ± {statistics.stdev(values):.2f}"
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
 def shown(number):

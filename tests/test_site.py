@@ -137,19 +137,17 @@ def test_notebooks_run(path, tmp_path):
 
 
 class Page(HTMLParser):
-    """What a page loads (`loaded`), what it links to, and what its elements are called."""
+    """What a page loads (`loaded`), what it links to, and the identifiers of its elements."""
 
     def __init__(self, path):
         super().__init__()
         self.loaded = []
         self.linked = []
         self.ids = set()
-        self.tags = set()
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
-        self.tags.add(tag)
         self.ids.add(given.get("id"))
         loads = tag != "a" and given.get("rel") not in ("prev", "next", "canonical")
         target = given.get("src") or given.get("href")

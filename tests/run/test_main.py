@@ -97,8 +97,9 @@ def test_a_fit_of_saved_features_repeats_the_results(finished_run, tmp_path):
 
 
 def test_a_finished_run_is_shown_again_with_its_report(
-    finished_run, cache, tmp_path, caplog, capsys, no_figures
+    finished_run, cache, tmp_path, caplog, capsys, no_figures, monkeypatch
 ):
+    monkeypatch.setattr("fdc_jax.report.runs.analyse", lambda group, sweep: group)
     workdir = small_runs.copied(finished_run, tmp_path / "run")
     before = (workdir / "metrics.jsonl").read_text()
     config = small_runs.config(cache, report=True)
