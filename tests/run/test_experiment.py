@@ -18,17 +18,13 @@ from fdc_jax.machine import devices
 from fdc_jax.run import experiment
 from tests import small_runs
 from tests.model import encoders
-from tests.small_runs import config, events, predictions, results, run, same_outcome, stopped
+from tests.small_runs import config, events, predictions, results, run, same_outcome
 
 
-# After preparation a run looks once, then at every step, and at every batch of an extraction.
-def test_run_stopped_in_every_task_has_equal_results(finished_run, cache, tmp_path):
-    """Also if images are not kept in memory."""
-    folder = tmp_path / "run"
-    for task, looks in enumerate((7, 9)):
-        stopped(config(cache), folder, looks)
-        assert events(folder, "training")[-1]["task"] == task
-        assert not (folder / "results.json").exists()
+def test_run_stopped_within_a_task_has_equal_results(finished_run, stopped_run, cache, tmp_path):
+    """Also if images are not kept in memory; test_main.py stops the first task, too."""
+    folder = small_runs.copied(stopped_run, tmp_path / "run")
+    assert events(folder, "training")[-1]["task"] == 1
     run(config(cache, data__cache_gib=0.0), folder)
     same_outcome(finished_run, folder)
     small_runs.nothing_done_twice(folder)
