@@ -8,13 +8,12 @@ import sys
 import jax
 import numpy as np
 
-from fdc_jax.machine import devices
 from tests.learners import toy
 
 
-def left_behind(name, mesh=None):
+def left_behind(name):
     """Returns features by the last encoder, the last heads, and sums over a task's images."""
-    run = toy.trajectory(name, mesh=mesh)
+    run = toy.trajectory(name)
     state = run.steps[-1].after
     features = toy.encode(toy.random_images(77), run.learner.encoder(toy.make_backbone(), state, 3))
     sums = [getattr(state, field, 0.0) for field in ("importance", "moments", "gaussians")]
@@ -23,4 +22,4 @@ def left_behind(name, mesh=None):
 
 if __name__ == "__main__":
     assert jax.device_count() == 4
-    np.savez(sys.argv[2], *left_behind(sys.argv[1], devices.data_mesh()))
+    np.savez(sys.argv[2], *left_behind(sys.argv[1]))

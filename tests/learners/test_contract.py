@@ -7,7 +7,7 @@ import pytest
 
 from fdc_jax import learners
 from fdc_jax.errors import InputError
-from fdc_jax.learners import training
+from fdc_jax.learners import loda, training
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from fdc_jax.run import base, configuration
@@ -192,18 +192,6 @@ def test_an_interrupted_task_resumes_exactly(run, backbone):
     toy.assert_equal(after, step.after)
 
 
-def test_padding_rows_change_nothing(run):
-    """Pixels and labels of rows without weight may be anything."""
-    batch = toy.make_batch(3, size=6, classes=2, padding=2)
-    images = np.concatenate([batch.images[:4], toy.random_images(5, 2)])
-    labels = np.where(batch.weights > 0, batch.labels, np.int32(1))
-    other = batch._replace(images=images, labels=labels)
-    for step in run.steps[:2]:
-        given = run, step.frozen, toy.random_like(step.trained, 4, 0.1)
-        # Adam's first moments are the gradients; its first step would hide their size.
-        toy.assert_near(toy.step(*given, other)[1:], toy.step(*given, batch)[1:], 1e-5)
-
-
 def test_parity_mode_sets_the_precision_of_every_product(run):
     """GPUs would round the factors to 10 bits, TPUs to 7; a CPU never shows it."""
     assert len(run.lines) > 20
@@ -295,6 +283,7 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, routine):
         return sum(jax.tree.leaves(jax.tree.map(lambda s, x: jnp.sum(s * x), slopes, leaves)))
 
     monkeypatch.setattr(type(learner), "loss", linear)
+    monkeypatch.setattr(loda, "PART_SIZES", (8,))
     update = learner.update()
     # Others follow `train.schedule`.
     assert (update.schedule is None) == (factors is None)

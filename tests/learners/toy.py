@@ -58,7 +58,7 @@ RATES = dict(rsiat=(100.0, 1.0), inflora_ca=10.0, splitlora=400.0, slca=10.0)
 RATE = 100.0
 
 
-def make_learner(name="cumulative_lora", classes_per_task=CLASSES, mesh=None, **fields):
+def make_learner(name="cumulative_lora", classes_per_task=CLASSES, **fields):
     """Returns a learner; `fields` are configuration fields with `__` for dots."""
     config = digits.get_config()
     config.learner.name = name
@@ -68,8 +68,8 @@ def make_learner(name="cumulative_lora", classes_per_task=CLASSES, mesh=None, **
         {f"learner.{name}.{field}": value for field, value in OPTIONS.get(name, {}).items()}
         | {field.replace("__", "."): value for field, value in fields.items()}
     )
-    typed, mesh = configuration.typed(config), mesh or devices.data_mesh()
-    return setups.make_learner(typed, MODEL, classes_per_task, mesh)
+    typed = configuration.typed(config)
+    return setups.make_learner(typed, MODEL, classes_per_task, devices.data_mesh())
 
 
 @functools.cache
@@ -179,15 +179,12 @@ def products_compiled():
             lines += [line for line in text if re.search("stablehlo.(dot_general|convol)", line)]
 
 
-def images_of(task, classes, mesh=None):
-    """Returns a task's images, augmented and plain ones that differ; the last one is padding.
-
-    They are split between the devices of a mesh if one is given.
-    """
+def images_of(task, classes):
+    """Returns a task's images, augmented and plain ones that differ; the last one is padding."""
 
     def batches(seed):
         made = [make_batch(seed + i, size=6, classes=classes, padding=i) for i in range(2)]
-        return devices.split(mesh, made) if mesh else made
+        return devices.split(devices.data_mesh(), made)
 
     augmented, plain = batches(10 * task), batches(10 * task + 5)
 
@@ -199,9 +196,9 @@ def images_of(task, classes, mesh=None):
 
 
 @functools.cache
-def trajectory(name, classes_per_task=CLASSES, mesh=None):
+def trajectory(name, classes_per_task=CLASSES):
     """Trains a learner on tasks of noise, once for all tests."""
-    learner, backbone = make_learner(name, classes_per_task, mesh), make_backbone()
+    learner, backbone = make_learner(name, classes_per_task), make_backbone()
     setup = learner.setup
     update, rate = learner.update(), RATES.get(name, RATE)
     put = functools.partial(devices.replicate, setup.mesh)
@@ -210,7 +207,7 @@ def trajectory(name, classes_per_task=CLASSES, mesh=None):
         # The encoder is compiled for every size; tests/learners/test_loda_half_steps.py has all.
         patch.setattr(loda, "PART_SIZES", (8,))
         for task, classes in enumerate(classes_per_task):
-            images = images_of(task, classes, mesh)
+            images = images_of(task, classes)
             # As in a run: arrays on other devices, or free to move, would compile a step again.
             designed = put(learner.before_task(backbone, state, task, images))
             started = learner.start_task(backbone, designed, task, jax.random.key(task))
@@ -305,6 +302,7 @@ def features_with(kernels, increment, images):
 def step(run, frozen, trained, batch, backbone=None):
     """Returns trained leaves, the state of the update and the loss after a first step."""
     frozen, leaves = placed((frozen, trained))
+    batch = devices.split(run.setup.mesh, batch)
     progress = placed(run.update.initialise(leaves))
     rate = (1.0, 1.0) if run.name == "rsiat" else 1.0
     return run.update.step(backbone or make_backbone(), frozen, leaves, progress, batch, rate)
