@@ -82,7 +82,6 @@ def test_predictions_have_true_labels_and_tasks(run, name):
     [
         ("config.json", "classes_per_task", {"a": 1}, "expected a whole number"),
         ("config.json", "learner.loda.marginx", 0.1, "no field marginx"),
-        ("tasks/task_001.json", "task", -1, "expected a whole number >= 0, found -1"),
     ],
 )
 def test_a_wrong_value_names_its_file_and_field(run, file, field, value, reason):
