@@ -24,7 +24,7 @@ def example():
 
 def fitted(features, method):
     calibrator = features.fit(calibration.make(method))
-    calibrator.score(features.test_adapted, features.test_pretrained)
+    calibrator.components(features.test_adapted, features.test_pretrained)
     return calibrator
 
 
@@ -59,7 +59,7 @@ def test_swapped_views_are_named_once(example, caplog, tmp_path, method):
     for given in (calibrator, calibration.load(tmp_path / "calibrator.npz")):
         caplog.clear()
         for _ in range(2):
-            given.score(example.test_pretrained, example.test_adapted)
+            given.components(example.test_pretrained, example.test_adapted)
         (line,) = lines(caplog)
         share, rows = map(int, re.search(r"(\d+)% of (\d+) rows differ", line).groups())
         assert share >= 85 and rows == checks.ROWS
@@ -68,11 +68,11 @@ def test_swapped_views_are_named_once(example, caplog, tmp_path, method):
 def test_later_batches_are_compared_less_often(example, caplog):
     calibrator = fitted(example, "gaussians")
     for _ in range(4):
-        calibrator.score(example.test_adapted, example.test_pretrained)
+        calibrator.components(example.test_adapted, example.test_pretrained)
     for batch in (6, 7):
-        calibrator.score(example.test_pretrained, example.test_adapted)
+        calibrator.components(example.test_pretrained, example.test_adapted)
         assert not lines(caplog), batch
-    calibrator.score(example.test_pretrained, example.test_adapted)
+    calibrator.components(example.test_pretrained, example.test_adapted)
     assert len(lines(caplog)) == 1
 
 

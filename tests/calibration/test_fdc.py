@@ -56,7 +56,7 @@ CASES = {
     ),
     "one task, no bias": ([PLAIN._replace(bias=0.0)], {}),
     "20 unequal tasks, n < d, many classes": (
-        streams.stream(8, 20, 32, 24, classes=(3, 100, 4), samples=(20, 300, 33)),
+        streams.stream(8, 20, classes=(3, 100, 4), samples=(10, 300, 33)),
         {"neighbours": 3},
     ),
     "means 100 spreads apart": (apart(streams.stream(3, 5)), {}),
