@@ -105,7 +105,7 @@ def slca_run(tmp_path_factory, cache):
 def no_figures(monkeypatch):
     """Reports without figures and what they alone show; tests/report has tests of them."""
     monkeypatch.setattr("fdc_jax.report.figures.draw", lambda groups: [])
-    monkeypatch.setattr("fdc_jax.report.analysis._OF_THE_FIRST", ())
+    monkeypatch.setattr("fdc_jax.report.analysis.OF_THE_FIRST", ())
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):

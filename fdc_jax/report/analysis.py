@@ -40,8 +40,8 @@ UNTRAINED: dict[str, dict[str, Any]] = {
     "ncm-pretrained": {},
     "ranpac-pretrained": {"projections": 2_000},
 }
-_OF_EVERY_SEED = ("similarity", "residual_contributions")
-_OF_THE_FIRST = ("residual_distributions", "prototype_geometry")
+OF_EVERY_SEED = ("similarity", "residual_contributions")
+OF_THE_FIRST = ("residual_distributions", "prototype_geometry")
 
 
 def sweep_of(flags: Sequence[str]) -> Sweep:
@@ -83,13 +83,13 @@ def of_run(run: Any, sweep: Sweep, first: bool) -> tuple[dict[str, Any], pd.Data
     config = run.results.config
     fields = [name for name in Settings.__struct_fields__ if f"fdc.{name}" in config]
     settings = {name: config[f"fdc.{name}"] for name in fields}
-    results = _kept(_diagnosed, folder, settings, (*_OF_EVERY_SEED, *_OF_THE_FIRST * first))
+    results = cached(_diagnosed, folder, settings, (*OF_EVERY_SEED, *OF_THE_FIRST * first))
     numbers = {"contribution": results["residual_contributions"].mean()}
     if "similarity" in results:
         numbers["correlation"] = diagnostics.correlations(results["similarity"])
     if sweep:
         pairs = tuple((parameter, tuple(values)) for parameter, values in sweep.items())
-        accuracies = _kept(swept, folder, settings, pairs)
+        accuracies = cached(swept, folder, settings, pairs)
         numbers |= {name: {FDC.name: value} for name, value in accuracies.items()}
     return results, quantities.frame(numbers)
 
@@ -104,7 +104,7 @@ def untrained_labels(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     saved = folder.is_file() or (folder / "test_pretrained.npy").exists()
     if not (saved and run.predictions_file.exists()):
         return {}
-    true, labels = _kept(_untrained, folder)
+    true, labels = cached(_untrained, folder)
     return labels if np.array_equal(true, run.predictions["label"]) else {}
 
 
@@ -121,7 +121,7 @@ def _code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
-def _kept(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
+def cached(function: Callable[..., Any], folder: Path, *arguments: Any) -> Any:
     """Returns `function(folder, *arguments)`, from the cache if features and code are the same."""
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.npy"))
     states = {str(path): file_state(path) for path in files}

@@ -112,7 +112,7 @@ _COMPARED = [name for name, text in _TEXTS.items() if "compared" in text]
 
 def build(groups: Sequence[Group]) -> list[Table]:
     """Builds the tables of groups that have a number of ours."""
-    ours = _ours(groups, paper.published())
+    ours = with_averages(groups, paper.published())
     compared = (of_comparison(groups, name, ours) for name in _COMPARED)
     built = [*compared, of_selection(groups), of_calibrators(groups)]
     return [table for table in built if len(table.frame)]
@@ -259,7 +259,7 @@ def of_matrices(groups: Sequence[Group]) -> pd.DataFrame:
 # Ours beside the paper's -------------------------------------------------------------------------
 
 
-def _ours(groups: Sequence[Group], published: pd.DataFrame) -> pd.DataFrame:
+def with_averages(groups: Sequence[Group], published: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows of groups and of averages over the paper's benchmarks, compared."""
     summary = pd.concat([group.summary for group in groups])
     numbers = pd.concat([group.numbers for group in groups])
@@ -304,7 +304,7 @@ def of_comparison(
     Args:
         groups: of `runs.load`.
         table: its name in `tables.json`.
-        ours: rows of the groups and of averages, see `_ours`.
+        ours: rows of the groups and of averages, see `with_averages`.
         lines: returns names of quantities by their labels for the groups of a learner.
     """
     names, scope = _settings(groups)
@@ -382,7 +382,7 @@ def of_reference(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group])
         listed = map(quantities.column_name, of["calibrator"], of["quantity"])
         return {name: name for name in listed}
 
-    ours = _ours(groups, lines)
+    ours = with_averages(groups, lines)
     built = of_comparison(groups, "reference", ours, names)
     stem = "".join(c if c.isalnum() else "_" for c in Path(path).stem.lower())
     sources = "; ".join(filter(None, lines["source"].unique()))

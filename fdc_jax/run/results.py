@@ -59,7 +59,7 @@ def collect(
         fdc_storage_bytes=storage.get("fdc"),
         storage_bytes=storage,
         notes={name: c.note for name, c in calibrators.items() if c.note},
-        peak_memory_bytes=_peak_memory([record.peak_memory for record in evaluations]),
+        peak_memory_bytes=peak_memory([record.peak_memory for record in evaluations]),
         timing=_timing([record.timing for record in evaluations]) if complete else None,
         encoder=records.EncoderRecord(
             variant=config.encoder.variant,
@@ -78,7 +78,7 @@ def collect(
     )
 
 
-def _peak_memory(per_task: Sequence[records.Memory]) -> dict[str, int | None]:
+def peak_memory(per_task: Sequence[records.Memory]) -> dict[str, int | None]:
     """Returns the peak of the first task's training, and the bytes that each calibrator added.
 
     These include the extraction of features and exclude evaluation and other calibrators. None on a

@@ -98,7 +98,7 @@ class Run(RunFolder):
     @jax.enable_x64(False)
     def encoders(self) -> Encoders:
         """Network, learner and pretrained weights, from which all encoders follow."""
-        config, checksum = self._configuration(), self._saved.content.weights_sha256
+        config, checksum = self.checked_configuration(), self._saved.content.weights_sha256
         if "encoder.weights" not in self._host:
             cache, variant = setups.cache_folder(config), config.encoder.variant
             file = weights_by_checksum(checksum, variant, cache)
@@ -119,7 +119,7 @@ class Run(RunFolder):
     @functools.cached_property
     def tasks(self) -> TaskStream:
         """The images, divided into tasks; InputError if the caller has not named them."""
-        config = self._configuration()
+        config = self.checked_configuration()
         if config.benchmark != "digits" and not {"data.source", "data.dir"} & self._host.keys():
             raise InputError(
                 f"{self.folder}: needs the images of {config.benchmark}; name their folder: "
@@ -127,7 +127,7 @@ class Run(RunFolder):
             )
         return setups.open_images(config, self._saved.known)
 
-    def _configuration(self) -> Config:
+    def checked_configuration(self) -> Config:
         """Returns the configuration; InputError if its learner must be named."""
         name = self.config.learner.name
         if name not in (*learners.names(), self._learner):

@@ -9,6 +9,11 @@ from tests.calibration import gaussian_reference as reference
 from tests.calibration import streams
 
 
+def reference_of(calibrator):
+    counts = np.concatenate(calibrator.counts)
+    return familiarity.reference(calibrator.views[-1], counts, np.float64)
+
+
 @pytest.mark.parametrize("samples", [(40,), (10,)])
 def test_images_and_left_out_images_equal_float64(samples):
     tasks = streams.stream(3, 3, samples=samples)
@@ -17,7 +22,7 @@ def test_images_and_left_out_images_equal_float64(samples):
     labels = np.concatenate([task.labels for task in tasks])
     _, probes = streams.probe_inputs(tasks, size=20)
     expected = [reference.familiarity(x, features, labels) for x in reference.unit(probes)]
-    known = calibrator._reference_of(np.float64)
+    known = reference_of(calibrator)
     actual, _ = familiarity.compare(known, probes)
     np.testing.assert_allclose(actual, expected, rtol=1e-3)
     counts = np.bincount(labels)
@@ -36,7 +41,7 @@ def test_expectation_and_deviation_match_the_images():
     features = np.append(features, np.full((len(labels), 1), 1000.0), axis=1).astype(np.float32)
     calibrator = calibration.Gaussians()
     calibrator.fit_task(features, labels, None, features)
-    known = calibrator._reference
+    known = reference_of(calibrator)
     deviations, _ = reference.within(reference.unit(features), labels)
     away = reference.unit(features) - np.asarray(known.middle)
     near = np.einsum("nd,de,ne->n", deviations, known.precision, deviations)

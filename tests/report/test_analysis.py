@@ -139,12 +139,12 @@ def test_analyses_follow_features_whose_dates_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(analysis, "user_cache", lambda: tmp_path / "cache")
     write_features(folder, features)
     for _ in range(2):
-        labels = analysis._kept(labels_read, folder)
+        labels = analysis.cached(labels_read, folder)
         np.testing.assert_array_equal(labels, features.test_labels)
     path = folder / "test_labels.npy"
     status = path.stat()
     np.save(path, features.test_labels[::-1])
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    labels = analysis._kept(labels_read, folder)
+    labels = analysis.cached(labels_read, folder)
     np.testing.assert_array_equal(labels, features.test_labels[::-1])
     assert (tmp_path / "calls").read_text() == "xx"

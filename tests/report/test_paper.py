@@ -8,6 +8,8 @@ import pytest
 
 from fdc_jax import learners
 from fdc_jax.report import paper, quantities, reference, rows
+from fdc_jax.run import configuration
+from fdc_jax.run.config import Config
 from tests.conftest import SHARED_ASSETS
 
 TABLES = Path(__file__).with_name("paper_tables.tex").read_text(encoding="utf-8")
@@ -159,5 +161,10 @@ def test_settings_stand_in_the_table_of_the_paper():
     assert r"5\times10^{-4}$ / $5\times10^{-3}" in table
     rates = [fields[f"train.{part}_learning_rate"] for part in ("increment", "head")]
     assert rates == [5e-4, 5e-3]
-    seeds = paper.NUMBERS["protocol"]["training_seeds"]
-    assert [*range(1, paper.NUMBERS["num_seeds"] + 1)] == seeds
+
+
+def test_defaults_are_the_settings_of_the_paper():
+    protocol = paper.NUMBERS["protocol"]
+    stated = protocol["fields"] | protocol["unstated"]
+    assert stated.items() <= configuration.flatten(Config()).items()
+    assert [*range(1, paper.NUMBERS["num_seeds"] + 1)] == protocol["training_seeds"]

@@ -82,8 +82,8 @@ def test_means_that_look_equal_are_bold_together():
         run.results.accuracy, run.results.components = {"raw": raw, "fdc": 60.0}, {}
         members.append(run)
     groups = made_up.groups(*members)
-    rows = tables._ours(groups, paper.published())
-    table = tables.of_comparison(groups, "benchmark", rows)
+    ours = tables.with_averages(groups, paper.published())
+    table = tables.of_comparison(groups, "benchmark", ours)
     assert {table.frame.index[row][0] for row, _ in table.best} == {"LoDA", "RSIAT"}
 
 

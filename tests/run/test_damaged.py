@@ -28,7 +28,7 @@ def use(folder):
         table.frame.to_csv()
     classes.load(groups[0])
     run.read_records()
-    run._configuration()
+    run.checked_configuration()
     return run
 
 

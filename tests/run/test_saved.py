@@ -143,7 +143,7 @@ from fdc_jax.machine.files import user_cache
 from fdc_jax.report import report_command as pages, analysis, figures
 folder, own, stranger, image, compiled = sys.argv[1:]
 os.symlink(compiled, user_cache() / "compiled")
-figures.draw, analysis._OF_THE_FIRST = lambda groups: [], ()
+figures.draw, analysis.OF_THE_FIRST = lambda groups: [], ()
 latency.measure_run.__defaults__ = ((1, 1, 1),)
 codes = [
     predict.main([folder, image, f"--output={own}/labels.csv"]),
