@@ -1,6 +1,5 @@
 """Measured numbers of the README and docs/ against their files in results/."""
 
-import collections
 import csv
 import json
 import re
@@ -174,47 +173,6 @@ def test_pytorch_and_the_digits_command_agree():
         values = [float(line["value"]) for line in lines if line["quantity"] == quantity]
         assert len(values) == 3
         assert statistics.mean(values) == pytest.approx(numbers[quantity]["mean"], abs=0.2)
-
-
-def league_cell(records, column):
-    """Returns mean and deviation over seeds; the number alone of one seed, a dash of none."""
-    values = [float(record[column]) for record in records if record[column]]
-    if not values:
-        return "–"
-    return spread(values) if len(values) > 1 else f"{values[0]:.2f}"
-
-
-def league_mean(records, column, digits):
-    """Returns the mean over seeds, a dash if a seed has no number."""
-    values = [record[column] for record in records]
-    return "–" if "" in values else f"{statistics.mean(map(float, values)):.{digits}f}"
-
-
-def test_league():
-    heads = {"raw": "Raw", "fdc": "FDC", "gaussians": "class Gaussians"}
-    runs = collections.defaultdict(list)
-    for record in csv_rows("league"):
-        if record["method"] == "frozen encoder" or record["class_order"] != "1993":
-            continue
-        code = record["code"].partition("/")[2] or "ours"
-        others_head = code != "ours" and record["calibrator"] == "raw"
-        head = "own" if others_head else heads[record["calibrator"]]
-        runs[record["benchmark"], record["method"], code, head, record["passes"]].append(record)
-    table = table_under("docs/studies/league.md", "| method | code | head | passes |")
-    assert len(table) == len({key[1:] for key in runs})
-    for *key, rate, seeds, accuracy, behind, average, routing, seconds, photographs in table:
-        records = runs["cifar100_reduced", *key]
-        first = records[0]
-        assert rate.removeprefix("× ") == (first["learning_rate_factor"] or "–")
-        assert seeds == ", ".join(record["seed"] for record in records)
-        assert accuracy == league_cell(records, "accuracy")
-        if first["behind_first"]:
-            difference, interval = float(first["behind_first"]), first["behind_first_interval"]
-            assert behind == f"{difference:+.2f} ± {float(interval):.2f}"
-        assert average == league_cell(records, "average_incremental_accuracy")
-        assert routing == league_mean(records, "routing_accuracy", 2)
-        assert seconds == league_mean(records, "processor_seconds", 0)
-        assert photographs == league_cell(runs["caltech101_66", *key], "accuracy")
 
 
 def test_checkpoints():

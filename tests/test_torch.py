@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import logging
 import pickle
 from pathlib import Path
 
@@ -434,12 +433,6 @@ def test_other_images_after_a_task_than_before_are_named(caplog):
     calibrated.before_task([(images, labels + 2)])
     calibrated.after_task([(images.flip(0), labels + 2)])
     assert [text for text in caplog.messages if text.startswith("loader of task 1 (from 0): 100%")]
-
-
-def test_devices_that_are_missing_stay_out_of_logs(caplog):
-    with caplog.at_level("INFO"):
-        logging.getLogger("jax._src.xla_bridge").info("Unable to initialize backend 'tpu'")
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize("moved", [0.0, 0.5])
