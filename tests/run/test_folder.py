@@ -11,7 +11,7 @@ from fdc_jax.machine.files import locked, read_json, write_json
 from fdc_jax.run.configuration import CLASSES, PLANNED
 from fdc_jax.run.folder import known_classes
 from tests import small_runs
-from tests.small_runs import config, contents, results
+from tests.small_runs import config, results
 from tests.small_runs import run as go
 
 
@@ -32,13 +32,6 @@ def test_known_classes_come_from_the_longest_seed(finished_run, tmp_path):
 
 
 # Damaged and missing files ------------------------------------------------------------------------
-
-
-def test_finished_run_is_not_repeated(copy, cache):
-    (copy / "predictions.npz").unlink()
-    before = contents(copy)
-    assert go(config(cache), copy) == results(copy)
-    assert contents(copy) == before
 
 
 MISSING = {

@@ -1,6 +1,5 @@
 """Photographs of a user's own, from a list to predictions, also with classes that come later."""
 
-import re
 import shutil
 
 import numpy as np
@@ -13,7 +12,6 @@ from configs import own
 from fdc_jax.errors import InputError
 from fdc_jax.learners.inflora import InfLoRA
 from fdc_jax.machine.files import read_json
-from fdc_jax.report import runs, tables
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.folder import RunFolder, known_classes
@@ -187,13 +185,6 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     advice = r"classes_per_task was 2, is 3; .* \(classes_per_task=2,1,2,2,N learns N further"
     with pytest.raises(InputError, match=advice):
         claim(config(source, cache, classes_per_task=3), workdir)
-
-
-@pytest.mark.ci
-def test_tables_of_own_images_have_no_number_of_the_paper(grown):
-    groups, _ = runs.load([grown / "end"])
-    for table in tables.build(groups):
-        assert not re.search(r"(^|,)paper(,|$)", table.frame.to_csv(), re.MULTILINE), table.name
 
 
 def test_planned_classes_are_stated(cache, tmp_path, caplog):
