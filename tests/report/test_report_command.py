@@ -103,13 +103,12 @@ def test_an_error_is_one_line_and_comes_before_any_work(folder, arguments, monke
 CHANGES = {
     "results.json": lambda path: path.write_text(path.read_text() + " "),
     "predictions.npz": lambda path: path.unlink(),
-    "../b": lambda path: write_run(path, results(benchmark="digits", seed=2), predictions(2)),
+    "../c": lambda path: write_run(path, results(benchmark="digits", seed=3), predictions(3)),
 }
 
 
 def test_a_report_is_current_by_content_and_not_by_dates(folder, tmp_path, no_tables, monkeypatch):
     output = folder / "report"
-    shutil.rmtree(folder / "b")
     assert not report.is_current([folder], output)
     report.write([folder], output, quiet=True)
     assert report.is_current([folder], output)
