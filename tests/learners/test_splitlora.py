@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fdc_jax.errors import InputError
 from fdc_jax.learners import splitlora
+from fdc_jax.model import vit
 from tests.learners import toy
 
 MAJOR = (2, 21)
@@ -74,13 +75,12 @@ def test_moments_average_over_all_tokens(backbone):
     assert np.asarray(run.steps[-1].after.major).max() > 3
 
 
-def test_native_loss_divides_logits_by_the_temperature(backbone):
-    run = toy.trajectory("splitlora")
-    step, batch = run.steps[1], toy.make_batch(5, size=6, classes=3, padding=2)
+def test_native_loss_divides_logits_by_the_temperature(backbone, monkeypatch):
+    step, batch = toy.trajectory("splitlora").steps[1], toy.make_batch(5, classes=3)
     learner = toy.make_learner("splitlora", learner__preset="native")
-    images, labels = toy.shown([batch])
-    features = toy.reference_features(images, run.learner.encoder(backbone, step.after, 2))
+    features = toy.random_like(np.zeros((4, toy.TINY.width)), 0, 1.0)
+    monkeypatch.setattr(vit, "encode", lambda *arguments: features)
     cooler = jax.tree.map(lambda leaf: leaf / 30.0, step.trained["head"])
-    expected = toy.reference_cross_entropy(features, cooler, labels, 3).mean()
+    expected = toy.reference_cross_entropy(toy.float64(features), cooler, batch.labels, 3).mean()
     actual = jax.jit(learner.loss)(backbone, step.frozen, step.trained, batch)
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
