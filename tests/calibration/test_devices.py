@@ -15,12 +15,6 @@ from tests.errors import input_error
 WIDTHS = (16,), (12,)
 
 
-def on_device(tasks, put):
-    return [
-        task._replace(adapted=put(task.adapted), pretrained=put(task.pretrained)) for task in tasks
-    ]
-
-
 def test_features_on_a_device_stay_there(monkeypatch):
     """No array of features is fetched: neither by an explicit transfer, nor by an implicit one."""
     tasks, fetch, shapes = streams.known(3, 3), jax.device_get, []
@@ -33,7 +27,7 @@ def test_features_on_a_device_stay_there(monkeypatch):
         shapes.extend(leaf.shape for leaf in jax.tree.leaves(tree))
         return fetch(tree)
 
-    placed = on_device(tasks, jax.device_put)
+    placed = streams.mapped(tasks, jax.device_put, jax.device_put)
     views = jax.device_put((adapted, pretrained))
     monkeypatch.setattr(jax, "device_get", device_get)
     monkeypatch.setattr(inputs, "host_array", refuse_features)
@@ -48,9 +42,7 @@ def test_features_on_a_device_stay_there(monkeypatch):
     for name, expected in fitted.components(adapted, pretrained).items():
         np.testing.assert_allclose(actual[name].task_scores, expected.task_scores, rtol=1e-5)
     rows = {len(task.rows) for task in tasks} | {50, *compiled.ROWS}  # whole, or in blocks
-    assert shapes and not any(
-        shape[:1] and shape[0] in rows and shape[1:] in WIDTHS for shape in shapes
-    )
+    assert shapes and not {*shapes} & {(count, *width) for count in rows for width in WIDTHS}
 
 
 @pytest.fixture
@@ -100,7 +92,7 @@ def test_features_that_are_not_finite_are_named():
     tasks = streams.known(0, 3)
     calibrator = streams.fitted(tasks[:2])
     adapted, pretrained = jax.device_put(streams.probe_inputs(tasks))
-    task = on_device(tasks, jax.device_put)[2]
+    (task,) = streams.mapped(tasks[2:], jax.device_put, jax.device_put)
     for value in (np.nan, 1e30):
         for method in (calibrator.score, calibrator.components, calibrator.class_scores):
             with input_error("pretrained features: row 7 is not finite, or too large for float32"):
@@ -120,7 +112,7 @@ SHARED = """
 import sys, jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fdc_jax.calibration import compiled
-from tests.calibration import streams, test_devices
+from tests.calibration import streams
 count = len(jax.devices())
 assert count == 3
 mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -128,10 +120,11 @@ rows = NamedSharding(mesh, PartitionSpec("data"))
 stream = streams.stream(3, 2, samples=(48, 120))
 views = streams.probe_inputs(stream, size=48)
 expected = np.load(sys.argv[1])
-actual = streams.fitted(test_devices.on_device(stream, lambda each: jax.device_put(each, rows)))
+put = lambda view: jax.device_put(view, rows)
+actual = streams.fitted(streams.mapped(stream, put, put))
 for ours, theirs in zip(actual.references, expected["references"]):
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
-placed = [jax.device_put(view, rows) for view in views]
+placed = [*map(put, views)]
 for given in (placed, [views[0], placed[1]]):
     scores = actual.score(*given)
     assert streams.relative_error(scores.task_scores, expected["task_scores"]) < 1e-4

@@ -51,17 +51,6 @@ def test_class_scores_equal_float64(follow, dual, options):
     np.testing.assert_array_equal(calibrator.score(*probes).task_scores.T, best)
 
 
-def test_classes_without_images_and_of_one_image():
-    first, second = tasks = streams.stream(8, 2, classes=(3, 2), samples=(40, 30))
-    few = streams.chosen(first, [*np.flatnonzero(first.rows == 0), 1])  # One image of class 1.
-    calibrator = fitted([few, second], [None, second.adapted])
-    probes = streams.probe_inputs(tasks)
-    scores = calibrator.class_scores(*probes)
-    assert np.isneginf(scores[:, 2]).all() and np.isfinite(np.delete(scores, 2, axis=1)).all()
-    assert 2 not in calibrator.score(*probes).label
-    np.testing.assert_array_equal(calibrator.views[0].factors[1:3], 0)
-
-
 @pytest.mark.parametrize("follow", [True, False])
 def test_previous_features_come_for_all_tasks_or_for_none(follow):
     tasks = streams.stream(1, 3)

@@ -172,7 +172,6 @@ def test_an_empty_batch_has_empty_scores(method):
 @pytest.mark.parametrize(
     ("new_heads", "message"),
     [
-        ([FIRST.head], "heads: expected one per task, 2, found 1"),
         ([FIRST.head, FIRST.head], "1 .from 0.: expected 4 classes, found 3"),
         ([FIRST.head, None], "^final head of task 1 .from 0.: missing, which fdc reads"),
     ],

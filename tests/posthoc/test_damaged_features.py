@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fdc_jax.posthoc.posthoc_command import main
 from tests.features.test_feature_files import example, save
+from tests.posthoc.test_posthoc import run
 
 
 def complete():
@@ -41,14 +41,8 @@ COLUMNS = {"a column less", "a column more", "one dimension"}
 METHODS_TRIED = ("fdc,ncm", "ncm-pretrained", "all")
 
 
-def run(capsys, *arguments):
-    code = main([str(argument) for argument in arguments])
-    streams = capsys.readouterr()
-    return code, streams.out, streams.err
-
-
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_an_error_whatever_the_method(tmp_path, capsys, kind):
+def test_damage_is_an_error_whatever_the_method(tmp_path, kind):
     accepted = []
     output = tmp_path / "o.npz"
     arrays = complete()
@@ -56,7 +50,7 @@ def test_damage_is_an_error_whatever_the_method(tmp_path, capsys, kind):
     for index, name in enumerate(names):
         path = save(tmp_path / f"{name}.npz", arrays | {name: DAMAGE[kind](arrays[name])})
         methods = METHODS_TRIED[index % len(METHODS_TRIED)]
-        code, out, error = run(capsys, path, f"--method={methods}", f"--output={output}")
+        code, out, error = run(path, f"--method={methods}", f"--output={output}")
         array_named = error.removeprefix(f"fdc_jax.posthoc: {path}: ").partition(":")[0]
         line = array_named in arrays and error.count("\n") == 1
         if (code, out) != (2, "") or not line or output.exists():
@@ -64,8 +58,8 @@ def test_damage_is_an_error_whatever_the_method(tmp_path, capsys, kind):
     assert not accepted
 
 
-def test_an_unknown_kind_of_head_is_an_error(tmp_path, capsys):
+def test_an_unknown_kind_of_head_is_an_error(tmp_path):
     for value in (np.nan, np.ones(3), np.array(b"linear"), np.array("Linear")):
         path = save(tmp_path / "features.npz", complete() | {"head_kind": np.asarray(value)})
-        code, _, error = run(capsys, path, "--method=ncm")
+        code, _, error = run(path, "--method=ncm")
         assert code == 2 and f"{path}: head_kind: expected one of linear" in error

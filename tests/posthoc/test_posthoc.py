@@ -16,6 +16,7 @@ from fdc_jax import calibration
 from fdc_jax.calibration import METHODS
 from fdc_jax.features import feature_files
 from fdc_jax.posthoc.posthoc_command import main
+from tests import small_runs
 from tests.calibration import streams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,32 +264,23 @@ from threadpoolctl import threadpool_info
 print({{pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}})
 """
     arguments = [str(source), f"--output={tmp_path / 'x.npz'}", "--quiet"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment.pop("OPENBLAS_NUM_THREADS", None)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    )
-    assert done.stdout == "0 []\n2 []\n{1}\n"
-    assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
+    command = [sys.executable, "-W", "error", "-c", script, *arguments]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **small_runs.PIPES)
+    output, errors = small_runs.finish(process)
+    assert output == "0 []\n2 []\n{1}\n"
+    assert errors == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
 
 
 # Several files ------------------------------------------------------------------------------------
 
 
-def far_away(rows):
-    """Squared distances of one row are beyond float32."""
-    rows = rows.astype(np.float32)
-    rows[4] = 4e18 * np.sign(rows[4])
-    return rows
-
-
 def test_errors_name_the_file_and_the_array(source, arrays, tmp_path):
     path = tmp_path / "wrong.npz"
-    np.savez(path, **arrays | {"test_adapted": far_away(arrays["test_adapted"])})
+    rows = arrays["test_adapted"].copy()
+    rows[4] = 4e18 * np.sign(rows[4])  # Its squared distances are beyond float32.
+    np.savez(path, **arrays | {"test_adapted": rows})
     error = fails(source, path, "--method=mahalanobis")
     assert f"{path}: test_adapted: row 4 has no finite score by mahalanobis" in error
 
