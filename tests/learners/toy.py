@@ -100,8 +100,8 @@ def shown(batches):
 
 def placed(tree):
     """Returns a copy of every leaf, placed as in a run, so that no step is compiled again."""
-    place = devices.everywhere(devices.data_mesh())
-    return jax.tree.map(lambda leaf: devices.put(np.array(leaf), place), tree)
+    sharding = devices.everywhere(devices.data_mesh())
+    return jax.tree.map(lambda leaf: devices.put(np.array(leaf), sharding), tree)
 
 
 def assert_equal(actual, expected):
