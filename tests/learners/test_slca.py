@@ -24,6 +24,13 @@ def test_gradients_of_all_parameters_in_float64(backbone):
     assert np.sum(np.abs(slopes) < 1e-5) == toy.TINY.depth
 
 
+def test_the_encoder_continues_from_task_to_task(backbone):
+    first, *later = toy.trajectory("slca").steps
+    toy.assert_equal(first.started["encoder"], backbone)
+    for step in later:
+        toy.assert_equal(step.started["encoder"], step.before.encoder)
+
+
 def test_without_an_alignment_heads_stay(backbone):
     learner = toy.make_learner("slca", learner__slca__alignment_epochs=0)
     step = toy.trajectory("slca").steps[1]
