@@ -1,6 +1,7 @@
 """Probabilities against their definition, and their calibration error."""
 
 import numpy as np
+import pytest
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import confidence, familiarity
@@ -13,13 +14,14 @@ def test_a_fifth_of_every_class_and_no_single_image_is_held_out():
     np.testing.assert_array_equal(np.flatnonzero(confidence.held_out(rows)), [0, 7, 8])
 
 
-def test_the_temperature_has_the_least_loss_and_rows_sum_to_one():
+@pytest.mark.parametrize("factor", [7.0, 0.3], ids=["overconfident", "underconfident"])
+def test_the_temperature_has_the_least_loss_and_rows_sum_to_one(factor):
     rng = np.random.default_rng(0)
     truth = rng.normal(size=(4000, 6)) * 2
     chances = np.exp(truth) / np.exp(truth).sum(axis=1, keepdims=True)
     columns = np.array([rng.choice(6, p=row) for row in chances])
     spread = rng.uniform(0.5, 2.0, 4000)
-    scores = 7.0 * truth * spread[:, None]  # seven times overconfident
+    scores = factor * truth * spread[:, None]
     fitted = confidence.Confidence().with_task(columns, scores, spread)
     probabilities = fitted.probabilities(scores, spread)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1.0)

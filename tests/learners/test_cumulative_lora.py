@@ -21,6 +21,16 @@ def test_loss_and_gradients_in_float64(backbone):
     toy.check_loss(run, step.frozen, toy.random_like(step.trained, 3), expected)
 
 
+def test_a_step_takes_over_the_memory_of_what_it_replaces(backbone):
+    run = toy.trajectory("cumulative_lora")
+    frozen, trained = toy.placed((run.steps[1].frozen, run.steps[1].trained))
+    progress = run.update.initialise(trained)
+    batch = next(iter(run.steps[1].images.augmented()))
+    with jax.debug_nans(False):  # which keeps the memory of arguments
+        run.update.step(backbone, frozen, trained, progress, batch, 1.0)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((trained, progress)))
+
+
 def test_new_heads_are_uniform_or_normal():
     head = training.new_linear_head(jax.random.key(0), 400, 24)
     for leaf in head:
