@@ -22,7 +22,7 @@ LIMITS = {
     "calibration": 27_060,
     "data": 14_420,
     "features": 3_480,
-    "learners": 22_750,
+    "learners": 22_770,
     "machine": 7_610,
     "model": 11_500,
     "package": 14_120,

@@ -165,10 +165,11 @@ class RSIAT(Learner):
             up=down.swapaxes(1, 2),
             up_bias=jnp.zeros((depth, width)),
         )
-        projector = new_projector(jax.random.key(0), width, self.projector_width)
+        projector = partial(new_projector, width=width, code=self.projector_width)
+        shapes = jax.eval_shape(projector, jax.random.key(0))
         return State(
             adapter=adapter,
-            projector=jax.tree.map(jnp.zeros_like, projector),
+            projector=jax.tree.map(jnp.zeros_like, shapes),
             heads=jnp.zeros(slots),
             gaussians=gaussian_alignment.empty(*slots),
         )
@@ -398,7 +399,7 @@ def projection_losses(
     return alignment, jnp.sum(mean_of_means * mean_of_images)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnames=("width", "code"))
 def new_projector(key: Array, width: int, code: int) -> Projector:
     """Returns layers uniform in +-1/sqrt(inputs), PyTorch's default; `code` is the inner width."""
     sizes = (width, HIDDEN_UNITS, code, HIDDEN_UNITS, width)

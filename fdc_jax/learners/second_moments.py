@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners.training import LearnerSetup
+from fdc_jax.machine import devices
 from fdc_jax.model import operations, vit
 
 
@@ -28,7 +29,9 @@ def attention_input_moments(
         TrainingError: the inputs of a block are not finite.
     """
     model, variant = vit.in_float32(setup.model), setup.variant
-    sums = jnp.zeros((variant.depth, variant.width, variant.width)), jnp.zeros(())
+    zeros = jnp.zeros((variant.depth, variant.width, variant.width)), jnp.zeros(())
+    # Placed as the sums that follow, for which the program would be compiled again.
+    sums = devices.replicate(setup.mesh, zeros)
     for batch in batches:
         count, side = batch.images.shape[:2]
         size = operations.images_together(setup.mesh, count, side, variant.patch)

@@ -72,7 +72,7 @@ class SLCA(Learner):
         """Returns a zero encoder, and empty slots for all tasks."""
         model: Any = self.setup.model
         shapes = vit.parameter_shapes(model, self.setup.image_size)
-        encoder = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        encoder = jax.tree.map(jnp.zeros_like, shapes)
         heads = super().initial_state().heads
         gaussians = gaussian_alignment.empty(*heads.weight.shape)
         return State(encoder, heads, jax.tree.map(jnp.copy, heads), gaussians)

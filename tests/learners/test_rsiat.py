@@ -82,6 +82,7 @@ def test_adapter_and_projector_continue_between_tasks(backbone, state):
     # The first task has no use for a projector, the second draws it.
     drawn = np.asarray(starts[1][1]["projector"][0].weight)
     assert np.abs(drawn - np.asarray(state.projector[0].weight)).max() > 0.1
+    assert 0.9 * bound < drawn.max() <= bound and -bound <= drawn.min() < -0.9 * bound
     toy.assert_equal(starts[2][1]["projector"], state.projector)
     for frozen, trained in starts[1:]:
         for leaves in (trained, frozen["kernels"]):

@@ -11,22 +11,28 @@ import pytest
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import second_moments
 from fdc_jax.learners.second_moments import attention_input_moments
+from fdc_jax.machine import devices
 from fdc_jax.model import operations, vit
 from tests.learners import toy
 from tests.model.reference import features, float64
 
 SETUP = toy.make_learner("inflora").setup
-BATCHES = [toy.make_batch(1, size=4), toy.make_batch(2, size=4, padding=1)]
+BATCHES = devices.split(
+    SETUP.mesh, [toy.make_batch(1, size=4), toy.make_batch(2, size=4, padding=1)]
+)
 
 
 @pytest.fixture(scope="module")
 def kernels(backbone):
-    return toy.random_like(vit.pretrained_kernels(backbone), 2)
+    return toy.placed(toy.random_like(vit.pretrained_kernels(backbone), 2))
 
 
 @pytest.fixture(scope="module")
 def moments_and_count(backbone, kernels):
-    return attention_input_moments(SETUP, backbone, kernels, BATCHES)
+    before = second_moments.add_batch._cache_size()
+    moments = attention_input_moments(SETUP, backbone, kernels, BATCHES)
+    assert second_moments.add_batch._cache_size() == before + 1  # One compilation for all batches.
+    return moments
 
 
 def test_moments_of_every_block_in_float64(backbone, kernels, moments_and_count):
