@@ -327,6 +327,7 @@ def test_files_are_seeds_of_one_report(source, arrays, tmp_path, no_figures):
     assert {path.name for path in other.iterdir()} == {f"{name}.npy" for name in arrays}
 
 
+@pytest.mark.ci
 def test_labels_may_be_any_integers(source, arrays, tmp_path, no_figures):
     """A report of other labels has the same numbers, and names classes by the labels."""
     renamed = arrays | {name: 100 - 7 * a for name, a in arrays.items() if "labels" in name}

@@ -10,6 +10,8 @@ from fdc_jax.report import page as page_of
 from fdc_jax.report import pictures
 from tests.report import made_up, test_classes, test_page
 
+pytestmark = pytest.mark.ci
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # A picture of one pixel.
 PIXEL = pictures.data_uri(np.zeros((1, 1, 3), np.uint8))

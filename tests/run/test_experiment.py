@@ -47,6 +47,7 @@ def test_variant_is_recognised_from_the_file_of_weights(cache, tmp_path):
         run(config(cache, **fields, train__rank=25), tmp_path / "wide")
 
 
+@pytest.mark.ci
 def test_run_fits_the_named_calibrators_and_keeps_no_features(
     finished_run, cache, tmp_path, monkeypatch
 ):

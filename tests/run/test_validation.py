@@ -16,6 +16,7 @@ from fdc_jax.features.feature_files import ArrayFolder
 from tests import small_runs
 from tests.report.feature_sets import reference_of
 
+pytestmark = pytest.mark.ci
 SHARE = {"data__validation_share": 0.25, "train__epochs": 1}
 
 
@@ -29,7 +30,6 @@ def validated_run(tmp_path_factory, cache):
     return small_runs.shared(tmp_path_factory, "validated", make)
 
 
-@pytest.mark.ci
 def test_other_held_out_images_change_the_validation_alone(
     validated_run, cache, tmp_path, monkeypatch
 ):
@@ -82,7 +82,6 @@ def test_validation_accuracies_follow_the_equations(validated_run):
     assert actual["fdc"] == actual["full"] and "gaussians" in actual
 
 
-@pytest.mark.ci
 def test_a_stopped_run_holds_out_the_same_images(validated_run, cache, tmp_path):
     workdir = tmp_path / "run"
     small_runs.stopped(small_runs.config(cache, **SHARE), workdir, 9)
