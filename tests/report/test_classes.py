@@ -1,4 +1,4 @@
-"""Classes: counts by hand, the order of the confusion, and the page with its wrong pictures."""
+"""Classes: counts by hand, and the page with its wrong pictures."""
 
 import types
 
@@ -62,15 +62,6 @@ def test_counts_by_hand(run):
     assert classes.load(made_up.groups(run)[0]) is None
 
 
-def test_confused_pairs_stand_side_by_side():
-    rng, size = np.random.default_rng(0), 40
-    wrong, pairs = np.zeros((size, size)), rng.permutation(size).reshape(-1, 2)
-    for first, second in pairs:
-        wrong[first, second] = 0.1 + rng.random()
-    positions = np.argsort(classes.sorted_by_likeness(wrong))
-    assert (np.abs(np.diff(positions[pairs])) == 1).all()
-
-
 def test_the_page_has_every_class_and_every_wrong_picture(run, monkeypatch):
     monkeypatch.setattr(classes, "_BLOCK", 2)
     group, counts, pictured = load(run)
@@ -99,15 +90,7 @@ def test_images_unlike_anything_learned_are_the_least_typical(run):
     assert (pictured.num_unlike, pictured.number) == (2, 3)
 
 
-def test_features_alone_have_no_pictures_and_seeds_are_summed(run):
-    group, _, pictured = load(run)
-    text = page.render_classes(group, pictured)
-    assert "Wrong pictures" in text and 'class="choose"' in text and "counted over" not in text
+def test_counts_are_summed_over_seeds(run):
+    group = load(run)[0]
     group.runs.append(run)
-    run.results.encoder = None
-    counts = classes.load(group)
-    assert [pair[:3] for pair in counts.pairs] == [(0, 3, 4), (3, 0, 2)]
-    text = page.render_classes(group, counts)
-    assert "Images are counted over all 2 seeds." in text and 'class="choose"' not in text
-    body = text[text.index("<body>") : text.index("<script>")].lower()
-    assert "picture" not in body and "click" not in body
+    assert [pair[:3] for pair in classes.load(group).pairs] == [(0, 3, 4), (3, 0, 2)]

@@ -1,67 +1,12 @@
-"""The table at the end of a run, and how it compares with no training."""
+"""What is printed at the end of a run, and how it compares with no training."""
 
 import numpy as np
 import pytest
 
 from fdc_jax import calibration
-from fdc_jax.report import analysis, console, formatting, runs
+from fdc_jax.report import analysis, console, runs
 from tests.report import made_up
 from tests.report.feature_sets import feature_set, write_features
-
-GAUSSIANS = formatting.method_title("gaussians")
-
-
-def shown(capsys, *members):
-    """The heading, cells of each row by its title, and the lines below the table."""
-    (group,) = made_up.groups(*members)
-    console.show(group)
-    heading, table, explanation, rest = capsys.readouterr().out.strip().split("\n\n")
-    assert explanation.split() == console.FDC_IN_WORDS.split()
-    cells = {}
-    for line in table.splitlines()[2:]:
-        title, *others = [cell.strip() for cell in line.split("  ") if cell]
-        cells[title] = others
-    return heading, cells, rest.splitlines()
-
-
-def test_one_seed_has_a_row_per_calibrator(capsys):
-    run = made_up.run(1, "digits", "splitlora", 3)
-    heading, rows, rest = shown(capsys, run)
-    assert heading == "digits, SplitLoRA, seed 1: 3 tasks, 9 classes, 90 test images"
-    assert list(rows) == ["Raw", "FDC", "FDC, the paper's choice", GAUSSIANS, "Task given"]
-    accuracy = run.results.components["pac+rlc_adapted_view"]
-    assert rows["FDC, the paper's choice"][0] == f"{accuracy:.2f}"
-    assert len(rows[GAUSSIANS]) == 6  # without its storage
-    assert rest == [
-        f"Best calibrator of the run: {GAUSSIANS}.",
-        "Forgetting and backward transfer, points: Raw 1.5, -1.5; FDC 1.5, -1.5; Class Gaussians "
-        "1.5, -1.5.",
-        "Class Gaussians with drift compensation.",
-    ]
-
-
-def test_seeds_and_departures_stand_beside_the_papers_numbers(capsys):
-    members = [made_up.run(seed, **{"train.epochs": 5}) for seed in (1, 2)]
-    heading, rows, rest = shown(capsys, *members)
-    assert "seeds 1, 2" in heading and "84.34 ± 0.15" in rows["Raw"]
-    assert "The paper's numbers are of other settings; here: epochs 5." in rest
-
-
-def test_notes_are_means_over_seeds():
-    members = made_up.run(1, "digits"), made_up.run(2, "digits")
-    for run, share, chance in zip(members, (10.0, 14.0), (0.4, 0.6), strict=True):
-        run.results.unlike_learned = share
-        run.results.calibration_error = {"gaussians": share / 10}
-        run.results.chance_calibration_error = {"gaussians": chance}
-    _, confidence, unlike = console.notes(made_up.groups(*members)[0])
-    assert " is 1.2 points " in confidence and confidence.endswith(" would seem 0.5 off.")
-    assert unlike.startswith("12.0 % of the test images are flagged")
-    for run in members:
-        run.results.chance_calibration_error = {}
-    assert console.notes(made_up.groups(*members)[0])[1].endswith(" on average.")
-
-
-# No training -------------------------------------------------------------------------------------
 
 
 def group_of(folder, wrong=0, labels=None):
@@ -113,3 +58,9 @@ def test_no_verdict_without_predictions_of_both_methods(tmp_path):
     # Features of other images say nothing of these.
     group = group_of(tmp_path, labels=feature_set().test_labels[::-1])
     assert group.untrained is None and console.verdict(group) == ""
+
+
+def test_equal_accuracies_lead_together():
+    run = made_up.run(1, "digits")
+    run.results.accuracy |= {"fdc": 70.0, "gaussians": 70.0}
+    assert made_up.groups(run)[0].leading == ["fdc", "gaussians"]

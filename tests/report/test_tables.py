@@ -4,16 +4,13 @@
 """
 
 import itertools
-import math
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from fdc_jax.calibration import settings
 from fdc_jax.machine.conversion import convert
 from fdc_jax.report import paper, reference, tables
-from fdc_jax.report.tables import Table
 from fdc_jax.run.records import Latency
 from tests.report import made_up
 
@@ -66,25 +63,9 @@ def text_of(groups):
     return "\n".join([*texts, built[0].to_latex(), built[0].numbers.round(6).to_csv(index=False)])
 
 
-@pytest.fixture(scope="module")
-def groups():
-    return groups_of_all_kinds()
-
-
-def test_tables_have_their_golden_text(groups):
-    assert text_of(groups).splitlines() == GOLDEN.read_text("utf-8").splitlines()
-
-
-def test_means_that_look_equal_are_bold_together():
-    members = []
-    for learner, raw in (("loda", 70.001), ("rsiat", 70.004), ("inflora", 69.9)):
-        run = made_up.run(1, learner=learner)
-        run.results.accuracy, run.results.components = {"raw": raw, "fdc": 60.0}, {}
-        members.append(run)
-    groups = made_up.groups(*members)
-    ours = tables.with_averages(groups, paper.published())
-    table = tables.of_comparison(groups, "benchmark", ours)
-    assert {table.frame.index[row][0] for row, _ in table.best} == {"LoDA", "RSIAT"}
+def test_tables_have_their_golden_text():
+    text = text_of(groups_of_all_kinds())
+    assert text.splitlines() == GOLDEN.read_text("utf-8").splitlines()
 
 
 # Selection rule -----------------------------------------------------------------------------------
@@ -127,20 +108,6 @@ def test_validation_images_choose_settings():
         groups.append(made_up.with_numbers(group, numbers))
     assert tables.best_settings(groups) == "γ 0.5, η 0.75, K 1"
     assert tables.best_settings(groups[:1]) == "γ 0.25, η 0.5, K 3"
-
-
-def test_latex_escapes_names_and_numbers():
-    index = pd.MultiIndex.from_tuples([("a_b", "x|y"), ("50 %", "E_0")], names=["E_T", "of"])
-    frame = pd.DataFrame({"n & m": ["-1.00 ± 0.50", math.nan], "one": ["1", "2"]}, index)
-    latex = Table("a_b", "A title", frame, "A note.", best=frozenset([(1, 1)])).to_latex()
-    for text in (
-        r"\caption{A title.}",
-        r"\label{tab:a-b}",
-        r"$E_T$ & of & n \& m & one \\",
-        r"a\_b & x|y & $-$1.00 $\pm$ 0.50 & 1 \\",
-        r"50 \% & $E_0$ & -- & \textbf{2} \\",
-    ):
-        assert text in latex
 
 
 if __name__ == "__main__":
