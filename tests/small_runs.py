@@ -97,8 +97,8 @@ def with_devices(count):
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
 
 
-def start(workdir, *options, cache, devices=1, before=(), cwd=None):
-    """Starts the command in a process of its own, behind `before`, a command that runs another.
+def start(workdir, *options, cache, devices=1, cwd=None):
+    """Starts the command in a process of its own.
 
     Later options hold; without a work directory it is the one that the command chooses.
     """
@@ -106,7 +106,7 @@ def start(workdir, *options, cache, devices=1, before=(), cwd=None):
     given += [f"--config.{name}={value}" for name, value in FIELDS.items()]
     given += [f"--workdir={workdir}"] if workdir else []
     by_name = {option.partition("=")[0]: option for option in [*given, *options]}
-    program = [*before, sys.executable, str(REPOSITORY / "main.py"), *by_name.values()]
+    program = [sys.executable, str(REPOSITORY / "main.py"), *by_name.values()]
     environment = with_devices(devices) | {"FDC_JAX_CACHE": str(cache)}
     return subprocess.Popen(program, cwd=cwd, env=environment, **PIPES)
 

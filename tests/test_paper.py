@@ -153,19 +153,6 @@ def test_damaged_archive_and_absent_weights_are_named_once(tmp_path, capsys):
     assert "Digits: ready, 1,201 training and 596 test images, sha256 " in text
 
 
-def test_fetch_without_a_network_names_the_missing_files(tmp_path, monkeypatch, capsys):
-    def refuse(*arguments, **options):
-        raise OSError(101, "Network is unreachable")
-
-    monkeypatch.setattr("socket.getaddrinfo", refuse)
-    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
-    arguments = ["--benchmarks=cifar100", ONE[1], "--fetch", f"--config.cache_dir={tmp_path}"]
-    assert paper_command.main([*arguments, f"--workdir={tmp_path}"]) == 2
-    images, weights = sorted(re.findall("missing: (.*)", capsys.readouterr().err))
-    assert images.startswith("CIFAR-100: cannot download https://")
-    assert weights.startswith("weights augreg B/16: cannot download weights")
-
-
 def test_unusable_images_stop_the_runs_that_share_them(tmp_path, monkeypatch, capsys):
     """The cause came up in the first run; runs of other images go on."""
     performed = []

@@ -1,50 +1,7 @@
-"""Configurations: every field is checked before work begins."""
+"""Configurations as flat fields: saved, completed and compared."""
 
-import typing
-
-import pytest
-
-from fdc_jax import run_command
-from fdc_jax.learners import training
-from fdc_jax.model import vit
 from fdc_jax.run import base, configuration
-from fdc_jax.run.config import Config, fields
-
-CHOICES = {
-    "precision": vit.PRECISIONS,
-    "data.input_range": (*vit.INPUT_RANGES, "model"),
-    "encoder.attention": vit.ATTENTIONS,
-    "train.schedule": training.SCHEDULES,
-}
-
-
-@pytest.mark.parametrize("field", CHOICES)
-def test_choices_are_the_names_that_the_code_knows(field):
-    kind = Config
-    for name in field.split("."):
-        kind = typing.get_type_hints(kind)[name]
-    assert typing.get_args(kind) == tuple(CHOICES[field])
-
-
-def test_every_field_has_a_description():
-    silent = [name for name, metas in fields() if not any(meta.description for meta in metas)]
-    assert silent == []
-
-
-HELP = """
-train.epochs=0  # 0: chosen by
-data.test_share=0.2  # to hold out
-learner.name=inflora  # see the README
-learner.inflora.lamb=0.98  # share of energy to protect at the first task; > 0; <= 1
-data.crop_scale=0.05,1.0  # share of the image
-"""
-
-
-def test_help_shows_the_values_of_the_named_configuration():
-    assert "  --config.train.epochs=20  # 0: chosen by the number" in run_command.usage()
-    usage = run_command.usage(configuration.load("own:inflora"))
-    for line in HELP.split("\n")[1:-1]:
-        assert f"\n  --config.{line}" in usage
+from fdc_jax.run.config import Config
 
 
 def test_settings_survive_flattening_with_options_of_all_learners():

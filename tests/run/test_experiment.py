@@ -129,12 +129,3 @@ def test_a_loss_that_is_not_finite_names_task_and_learning_rate(cache, tmp_path,
     with pytest.raises(TrainingError, match=r"nan in task 1, epoch 1, step .*head_learn"):
         run(config(cache, train__head_learning_rate=1e38), tmp_path / "run")
     assert not (tmp_path / "run" / "results.json").exists()
-
-
-def test_memory_error_names_the_fields_to_lower(cache, tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise MemoryError("Unable to allocate 3 TiB")
-
-    monkeypatch.setattr("fdc_jax.run.experiment.train", fail)
-    with pytest.raises(InputError, match=r"Unable to allocate 3 TiB\); lower config.train.batch_s"):
-        run(config(cache), tmp_path / "run")

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 
-from fdc_jax.errors import InputError
 from fdc_jax.run.loggers import Loggers
 from tests import small_runs
 from tests.small_runs import config, predictions, run, stopped
@@ -63,17 +62,3 @@ def test_a_resumed_run_passes_each_event_on_once(tmp_path, monkeypatch):
     assert actual == [({"epoch/loss": 1 / 2**n, "step": n}, {"step": n}) for n in (1, 2)]
     options = wandb.init.call_args_list[0].kwargs
     assert (options["id"], options["name"], options["dir"]) == ("6000", tmp_path.name, tmp_path)
-
-
-def test_missing_logger_package_is_one_line(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
-    loggers = Loggers("tensorboard", tmp_path / "metrics.jsonl")
-    for epoch in range(2):
-        loggers.add({"event": "epoch", "time": 1.0, "task": 0, "epoch": epoch, "loss": 1.0})
-    (line,) = caplog.messages
-    assert line.startswith("config.log: tensorboard left out: import of tensorboard")
-
-
-def test_unknown_loggers_are_refused(cache, tmp_path):
-    with pytest.raises(InputError, match=r"config.log: .*wandb"):
-        run(config(cache, log="tensorboard,wandbb"), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The command as a user meets it: exit codes, one line per mistake, exact resuming."""
+"""The command as a user meets it: exit codes, results, exact resuming."""
 
 import contextlib
 import random
@@ -12,8 +12,6 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from fdc_jax import evaluation, run_command
-from fdc_jax.errors import InputError
-from fdc_jax.learners import Learner
 from fdc_jax.report import analysis
 from fdc_jax.run import seeds
 from tests import small_runs
@@ -108,27 +106,6 @@ def test_a_finished_run_is_shown_again_with_its_report(
     assert caplog.records[-1].getMessage().startswith("no report was written: ")
 
 
-@pytest.mark.ci
-def test_a_full_disk_is_one_line(tmp_path, cache):
-    """A limit on file sizes stands for the full disk; the work directory is the default one."""
-    # A compiled program would be cut off, which other tests would read.
-    limit = ("env", "JAX_ENABLE_COMPILATION_CACHE=false", "bash", "-c", 'ulimit -f 20 && exec "$@"')
-    frozen = f"--config={small_runs.REPOSITORY / 'configs' / 'digits.py'}:frozen"
-    process = start(None, frozen, "--quiet", cache=cache, before=(*limit, "-"), cwd=tmp_path)
-    _, errors = finish(process, expected=2)
-    line = errors.splitlines()[-1]
-    assert line.startswith("fdc_jax.run: cannot write ") and "runs/digits/" in line
-
-
-def test_five_frames_lead_from_the_command_to_the_task_loop(tmp_path, cache, monkeypatch):
-    """Before them are those of main.py and run_command.py."""
-    monkeypatch.setattr(Learner, "before_task", None)
-    with pytest.raises(TypeError) as caught:
-        seeds.run(small_runs.config(cache), str(tmp_path / "run"), quiet=True)
-    names = [entry.path.name for entry in caught.traceback]
-    assert names[: names.index("experiment.py")] == ["test_main.py", "seeds.py", "seeds.py"]
-
-
 def test_a_command_line_gives_a_configuration():
     arguments = """
     --config digits:slca --config.seed 1,2 --config.classes_per_task 3,2 --noconfig.report
@@ -137,16 +114,6 @@ def test_a_command_line_gives_a_configuration():
     config = run_command.configured(arguments.split())
     assert (config.learner.name, config.seed, config.report) == ("slca", (1, 2), False)
     assert (config.classes_per_task, config.class_order) == ((3, 2), ("a", "b"))
-
-
-def test_a_file_of_flags_may_name_another(tmp_path):
-    inner, outer = tmp_path / "inner", tmp_path / "outer"
-    inner.write_text("--config.train.epochs=3\n")
-    outer.write_text(f"# fields\n--config=digits:slca\n--flagfile={inner}\n")
-    config = run_command.configured(["--flagfile", str(outer), "--config.seed=2"])
-    assert (config.learner.name, config.train.epochs, config.seed) == ("slca", 3, (2,))
-    with pytest.raises(InputError, match=r"--config\.train\.epochs is given twice"):
-        run_command.configured([f"--flagfile={outer}", "--config.train.epochs=4"])
 
 
 @pytest.mark.ci

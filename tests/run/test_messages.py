@@ -1,6 +1,5 @@
 """The lines that end a run: one table for each contract between the user and the command."""
 
-import os
 import re
 
 import pytest
@@ -77,40 +76,6 @@ def test_wrong_values_are_one_line(field):
         message = rf"^config\.{field}(\[\d\])?: expected .*, found .{{1,100}}$"
         with pytest.raises(InputError, match=message):
             configuration.typed(config)
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.write_bytes(b"\xff")])
-def test_a_class_order_is_read_from_a_regular_file(make, tmp_path):
-    path = tmp_path / "order.txt"
-    config = base.get_config()
-    config.class_order, config.class_order_seed = (str(path),), -1
-    for _ in ("absent", "present"):
-        with pytest.raises(InputError, match=r"config.class_order: .*/order.txt: expected a file"):
-            configuration.typed(config)
-        if not path.exists():
-            make(path)
-
-
-PATHS = {
-    "a" * 5000: "aaa: File name too long$",
-    "\udcff": "expected text in UTF-8, found .*udcff$|'.udcff'$",  # of a folder named in Latin-1
-    "~nobody_here": "Could not determine home directory|no such user|expected ",
-}
-
-
-@pytest.mark.parametrize("path", PATHS, ids=["too long", "not UTF-8", "no user"])
-def test_values_that_are_no_paths(path, cache, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for field in ("cache_dir", "data.dir", "data.source", "encoder.weights"):
-        fields = {"num_tasks": 1, field: path}
-        if field.startswith("data."):
-            fields["benchmark"] = "photos"
-        with pytest.raises(InputError, match=rf"^config\.{field}: .*({PATHS[path]})") as caught:
-            run(config(cache, **fields), tmp_path / "run")
-        assert len(str(caught.value)) < 300
-    with pytest.raises(InputError, match=f"^--workdir: .*({PATHS[path]})"):
-        run(config(cache), path)
-    assert not list(tmp_path.iterdir())
 
 
 SETTINGS = {

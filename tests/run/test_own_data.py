@@ -10,7 +10,6 @@ from PIL import Image
 import fdc_jax
 from configs import own
 from fdc_jax.errors import InputError
-from fdc_jax.learners.inflora import InfLoRA
 from fdc_jax.machine.files import read_json
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
@@ -185,18 +184,6 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     advice = r"classes_per_task was 2, is 3; .* \(classes_per_task=2,1,2,2,N learns N further"
     with pytest.raises(InputError, match=advice):
         claim(config(source, cache, classes_per_task=3), workdir)
-
-
-def test_planned_classes_are_stated(cache, tmp_path, caplog):
-    """InfLoRA protects the more the more of its tasks are done."""
-    source = tmp_path / "trees"
-    for names, sizes in ((OLD, SIZES[:2]), (NEW, SIZES)):
-        assert "planned" not in caplog.text
-        add(source, *names)
-        claim(
-            config(source, cache, classes_per_task=sizes, learner__name="inflora"), tmp_path / "run"
-        )
-    assert f"planned for 2 tasks and is now planned for 3; {InfLoRA.task_count}:" in caplog.text
 
 
 # Settings -----------------------------------------------------------------------------------------
