@@ -239,13 +239,6 @@ def test_signal_while_unpacking_is_not_damage(tmp_path, unpack, monkeypatch):
     assert not os.listdir(tmp_path / "cache")
 
 
-def test_paths_of_windows_programs_are_folders(tmp_path, unpack):
-    member = zipfile.ZipInfo("x")
-    member.filename = "C:\\top\\ant\\1.png"
-    folder = unpack(pack_zip(tmp_path / "o.zip", {member: b"content"}))
-    assert (folder / "top/ant/1.png").read_bytes() == b"content"
-
-
 @pytest.mark.parametrize(
     "pack, free, limit", [(pack_zip, 2**40, "1,000"), (pack_tar, 890, "the 890 that are free")]
 )

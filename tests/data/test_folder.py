@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from PIL import ExifTags, Image
 
 from fdc_jax.data import folder, images
-from fdc_jax.data.dataset import class_checksums
 from tests.errors import input_error, stale
 
 CLASSES = {"ant": 5, "Bee": 4, "cat 10": 7}
@@ -140,20 +138,6 @@ def test_linked_folder_is_searched_once_by_its_own_path(divided, opened):
     train, _ = opened(divided)
     assert counts(train) == [2, 3, 5]
     assert train.skipped.text() == "links to folders that are met elsewhere: 1 (train/0)"
-
-
-def test_names_of_classes_are_compared_in_one_unicode_form(divided, opened):
-    for split, form in (("train", "NFC"), ("test", "NFD")):
-        (divided / split / "ant").rename(divided / split / unicodedata.normalize(form, "café"))
-    train, test = opened(divided)
-    assert train.class_names == ("Bee", "café", "cat 10") == test.class_names
-    assert counts(test) == [2, 2, 2]
-
-
-def test_file_name_that_is_not_utf8_is_accepted(photos, opened):
-    os.rename(photos / "ant/1.jpg", os.fsencode(photos / "ant") + b"/caf\xe9.jpg")
-    for splits in (opened(photos), opened(photos)):
-        assert len({splits[0].checksum, *class_checksums(*splits).values()}) == 4
 
 
 @pytest.fixture
@@ -313,15 +297,6 @@ def test_wrong_layouts_are_refused(write, opened, case):
     root = write("wrong", *names)
     with input_error(f"^{root}: .*{re.escape(message)}"):
         opened(root)
-
-
-def test_dead_links_and_classes_without_images_are_refused(photos, opened):
-    (photos / "ant/gone.jpg").symlink_to("nowhere")
-    (photos / "ant/self.jpg").symlink_to("self.jpg")
-    (photos / "z.png").mkdir()
-    message = r"class folders without images: 1 .z.png.; dead links: 2 .ant/gone.jpg, ant/self.jpg"
-    with input_error(message):
-        opened(photos)
 
 
 def test_image_file_above_one_gib_is_not_read(tmp_path):

@@ -179,15 +179,6 @@ def test_float_and_32_bit_pixels_are_refused(encode, pixels, kind):
         images.decode(encoded, "a/b.tif")
 
 
-@pytest.mark.parametrize("mode, options", [("P", {"transparency": b"\0\x80"}), ("LA", {})])
-def test_opened_pillow_image_decodes_as_its_file(photo, encode, mode, options):
-    content = encode(photo(20, 12).convert(mode), **options)
-    opened = Image.open(io.BytesIO(content))
-    assert_array_equal(images.decode(opened, "it"), images.decode(content, "file"))
-    assert opened.mode == mode
-    assert opened.info.get("transparency") == options.get("transparency")
-
-
 @pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_is_applied_on_request(encode, file_format, orientation):
@@ -199,14 +190,6 @@ def test_orientation_is_applied_on_request(encode, file_format, orientation):
     assert_array_equal(images.decode(content, "x", upright=True), upright)
     if file_format == "PNG":  # TIFF is turned by Pillow.
         assert_array_equal(images.decode(content, "x"), pixels)
-
-
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
-def test_damaged_orientation_is_ignored(photo, encode, file_format):
-    exif = b"Exif\0\0II*\0" + b"\xff" * 9
-    content = encode(photo(30, 10), file_format, exif=exif)
-    assert images.decode(content, "x", upright=True).size == (30, 10)
 
 
 def test_programs_in_postscript_are_not_run():

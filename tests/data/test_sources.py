@@ -67,17 +67,6 @@ def test_benchmark_is_read_from_a_folder_or_an_archive(tmp_path, pilot):
     assert opened("another", pilot)[0].upright
 
 
-NAMES = {"photos": "photos", "photos/": "photos", "a/My photos.2024": "My photos.2024"}
-NAMES |= {"a/birds.tar.gz": "birds", "birds.ZIP": "birds", "../données": "données"}
-
-
-def test_name_of_data_is_that_of_folder_or_archive(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for source, name in (NAMES | {".": tmp_path.name}).items():
-        assert sources.name_of("", source) == name
-        assert sources.name_of("trees", source) == "trees"
-
-
 # Benchmark, source, and the line of the error.
 REFUSED = [
     ("", "", "config.data.source: expected a folder or an archive of images, .*; found none$"),
