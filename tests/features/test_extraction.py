@@ -1,7 +1,5 @@
 """Features of many images: right rows, right encoder, one compilation, computed once."""
 
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import pytest
@@ -52,16 +50,6 @@ def test_every_encoder_has_a_row_per_image_in_order(model, backbone, apply, monk
         assert extraction.features.dtype == np.float32
         for features, batch in zip(extraction.features, batches(count, size=1), strict=True):
             assert_allclose(features[None], apply(batch.images, view), atol=2e-5)
-
-
-def test_encoders_share_the_seconds_of_a_pass(model, backbone, monkeypatch):
-    extract = extractor(model)
-    kernels = vit.pretrained_kernels(backbone)
-    extract(backbone, [kernels], batches(1))  # compiles
-    clock = SimpleNamespace(perf_counter=iter([100.0, 106.0]).__next__)
-    monkeypatch.setattr(devices, "time", clock)
-    extractions = extract(backbone, [kernels, kernels, kernels], batches(1))
-    assert [extraction.seconds for extraction in extractions] == [2.0, 2.0, 2.0]
 
 
 # Encodes tasks of several sizes on four devices and logs the programs that are compiled.

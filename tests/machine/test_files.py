@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fdc_jax import open_run
-from fdc_jax.data import archive, folder, images, sources
+from fdc_jax.data import folder
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.machine.files import (
@@ -28,7 +27,6 @@ from fdc_jax.machine.files import (
     csv_text,
     holder,
     locked,
-    named_path,
     read_json,
     read_npy,
     read_npz,
@@ -41,8 +39,6 @@ from fdc_jax.machine.files import (
     write_npz,
     write_safetensors,
 )
-from fdc_jax.run import seeds
-from fdc_jax.run.config import Config
 from tests import small_runs
 from tests.errors import input_error
 
@@ -258,49 +254,6 @@ def test_a_full_disk_is_named_whatever_is_written(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_full_disk_names_the_file_by_its_final_path(tmp_path, monkeypatch):
-    def refuse(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    out = tmp_path / "out"
-    with (
-        input_error(f"^cannot write {out / 'a.npy'}: No space left on device$"),
-        write_folder_atomically(out) as folder,
-        monkeypatch.context() as patched,
-    ):
-        patched.setattr(os, "fsync", refuse)
-        write_npy(folder / "a.npy", np.zeros(2))
-    assert not any(tmp_path.iterdir())
-
-
-WITHOUT = """
-import os, pathlib, sys, warnings
-sys.modules["fcntl"] = None
-warnings.filterwarnings("ignore", "only soft file lock is available")
-for name in ("O_NOFOLLOW", "O_NONBLOCK", "sched_getaffinity", "posix_fallocate"):
-    delattr(os, name)
-import numpy as np
-from fdc_jax import calibration
-from fdc_jax.heads import LinearHead
-from fdc_jax.machine import files
-fdc = calibration.make("fdc")
-features = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
-head = LinearHead(np.ones((2, 5), np.float32), np.zeros(2, np.float32))
-fdc.fit_task(features, np.arange(40) % 2, head)
-fdc.finalize()
-fdc.save("fdc.npz")
-calibration.load("fdc.npz")
-with files.locked(pathlib.Path("lock")):
-    print("works")
-"""
-
-
-@pytest.mark.ci
-def test_a_system_without_fcntl_locks_and_calibrates(tmp_path):
-    path = os.environ | {"PYTHONPATH": str(small_runs.REPOSITORY)}
-    assert small_runs.python("-c", WITHOUT, cwd=tmp_path, env=path) == "works\n"
-
-
 @pytest.mark.parametrize("kind", ["symlink_to", "hardlink_to", "folder"])
 def test_foreign_file_at_the_path_of_a_lock_is_unchanged(tmp_path, kind):
     """Nothing is written to a lock, so that a hard link does no harm."""
@@ -346,46 +299,6 @@ def test_only_regular_files_are_opened(tmp_path, kind):
     for read in (read_json, read_npy, read_npz, read_safetensors, sha256, folder.file_bytes):
         with input_error(f"^{paths[kind]}: .*regular file"):
             read(paths[kind])
-
-
-def test_a_pointer_of_git_lfs_is_named(tmp_path):
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
-    (tmp_path / "x").write_text(text)
-
-    def decode(path):
-        images.decode(folder.file_bytes(path), "x")
-
-    def unpack(path):
-        archive.unpack(path, tmp_path / "cache")
-
-    for read in (read_npy, read_npz, read_safetensors, decode, unpack):
-        with input_error("it is a pointer of Git LFS: run git lfs pull"):
-            read(tmp_path / "x")
-
-
-def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert named_path("--output", "~/a") == tmp_path / "a"
-    for use in (open_run, feature_files.load, lambda path: seeds.folders_of(Config(), path)):
-        with input_error("expected a path, found none"):
-            use("")
-    with input_error(f"^{tmp_path}/a: expected the work directory"):
-        open_run("~/a")
-    unknown = "~nobody_has_this_name/a"
-    with input_error(rf"config.data.source: {unknown}: Could"):
-        sources.open_splits("mine", tmp_path, source=unknown)
-
-
-def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
-    def unknown(uid):
-        raise KeyError(uid)
-
-    monkeypatch.chdir(tmp_path)
-    for name in ("HOME", "XDG_CACHE_HOME", "FDC_JAX_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", unknown)
-    (user_cache() / "a").write_text("b")
-    assert not [*tmp_path.iterdir()]
 
 
 def test_unwritable_cache_is_replaced_by_a_temporary_one(monkeypatch, caplog):
