@@ -199,12 +199,35 @@ def test_prepared_data_import_no_module(tmp_path, prepare, opened, monkeypatch, 
     assert not marker.exists()
 
 
+IMAGE = {"shape": [-1, -1, 3], "dtype": "uint8", "encoding_format": ""}
+
+
+def write_legacy_features(folder, label):
+    """Writes features.json as earlier versions of TFDS do, from class and content by name."""
+    contents = {
+        "image": ("image_feature.Image", IMAGE),
+        "label": ("class_label_feature.ClassLabel", label),
+        "file_name": ("text_feature.Text", {}),
+    }
+    features = {
+        name: {"type": MODULES + kind, "content": content, "proto_cls": ""}
+        for name, (kind, content) in contents.items()
+    }
+    described = {"type": f"{MODULES}features_dict.FeaturesDict", "content": features}
+    (folder / "features.json").write_text(json.dumps(described))
+    (folder / "label.labels.txt").unlink()
+
+
+def test_features_of_earlier_versions_are_read(prepare, opened):
+    folder, _ = prepare()
+    write_legacy_features(folder, {"num_classes": 3})
+    train, _ = opened()
+    assert train.class_names == ("0", "1", "2") and train.labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
 def test_names_of_classes_come_from_no_other_file(prepare, opened):
     folder, _ = prepare()
-    kind = f"{MODULES}class_label_feature.ClassLabel"
-    label = {"type": kind, "content": {"names_file": "/etc/passwd"}}
-    described = {"type": f"{MODULES}features_dict.FeaturesDict", "content": {"label": label}}
-    (folder / "features.json").write_text(json.dumps(described))
+    write_legacy_features(folder, {"names_file": "/etc/passwd"})
     with input_error(r"features.json: .* found names_file=/etc/passwd$"):
         opened()
 

@@ -21,7 +21,7 @@ def test_loss_and_gradients_in_float64(backbone):
     toy.check_loss(run, step.frozen, toy.random_like(step.trained, 3), expected)
 
 
-def test_a_step_takes_over_the_memory_of_what_it_replaces(backbone):
+def test_a_step_takes_over_the_memory_of_its_arguments(backbone):
     run = toy.trajectory("cumulative_lora")
     frozen, trained = toy.placed((run.steps[1].frozen, run.steps[1].trained))
     progress = run.update.initialise(trained)

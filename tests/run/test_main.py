@@ -12,6 +12,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from fdc_jax import evaluation, run_command
+from fdc_jax.learners import Learner
 from fdc_jax.report import analysis
 from fdc_jax.run import seeds
 from tests import small_runs
@@ -104,6 +105,15 @@ def test_a_finished_run_is_shown_again_with_its_report(
     (workdir / "report").write_text("in the way")
     run_command.show(config, str(workdir), quiet=True)
     assert caplog.records[-1].getMessage().startswith("no report was written: ")
+
+
+def test_five_frames_lead_from_the_command_to_the_task_loop(tmp_path, cache, monkeypatch):
+    """Before them are those of main.py and run_command.py."""
+    monkeypatch.setattr(Learner, "before_task", None)
+    with pytest.raises(TypeError) as caught:
+        seeds.run(small_runs.config(cache), str(tmp_path / "run"), quiet=True)
+    names = [entry.path.name for entry in caught.traceback]
+    assert names[: names.index("experiment.py")] == ["test_main.py", "seeds.py", "seeds.py"]
 
 
 def test_a_command_line_gives_a_configuration():
