@@ -175,21 +175,6 @@ def test_pytorch_and_the_digits_command_agree():
         assert statistics.mean(values) == pytest.approx(numbers[quantity]["mean"], abs=0.2)
 
 
-def test_checkpoints():
-    rows = {row["what"]: row["seconds"] for row in saved("performance/checkpoints")["rows"]}
-    page = (REPOSITORY / "docs/performance.md").read_text()
-    learners = "cumulative_lora, 33 MiB", "slca, 1434 MiB"
-    times = []
-    for event in ("stops training", "is written"):
-        times += [rows[f"checkpoint of {name}, {event}"] for name in learners]
-    processor = [f"{row['processor']:.2f} s" for row in times]
-    assert f"| {processor[0]}, {processor[1]} | until it is written" in page
-    assert f"a synchronous checkpoint: {processor[2]}, {processor[3]} |" in page
-    clock = [f"{row['clock']:.2g}" for row in times]
-    text = " ".join(page.split())
-    assert f"{clock[0]} and {clock[1]} s by the clock, and {clock[2]} and {clock[3]} s" in text
-
-
 def test_choices_of_validation_images():
     table = table_under("docs/paper.md", "| benchmark | learner | the paper's choice |")
     expected = []

@@ -227,21 +227,6 @@ def test_image_classifiers_of_transformers(transformers, kind):
     assert_allclose(head.logits(features), logits[:, [4, 1]], atol=1e-5)
 
 
-def test_models_of_transformers_that_end_otherwise(transformers, caplog):
-    resnet = transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=6
-        )
-    )
-    assert fdc_torch.collect(resnet, dictionaries()[0])[0].shape == (30, 8)
-    assert fdc_torch.head_of(resnet).weight.shape == (6, 8)
-    teacher = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**SMALL))
-    assert fdc_torch.pooled(teacher, torch.zeros(2, 3, 8, 8)).shape == (2, 6)
-    assert "WithTeacher: features are its output; layer= names" in caplog.messages[-1]
-    features = fdc_torch.pooled(teacher, torch.zeros(2, 3, 8, 8), layer="cls_classifier")
-    assert features.shape == (2, 24)
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # PEFT asks for what is gone.
 def test_views_of_a_peft_model_and_adapters_read_back(transformers, tmp_path):
     peft = pytest.importorskip("peft", reason="needs PEFT, which the package does not require")

@@ -10,7 +10,6 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from fdc_jax import calibration
-from tests.errors import input_error
 from tests.integrations.conftest import Refitted, run_program, surpasses
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
@@ -150,22 +149,6 @@ def test_one_view_and_classes_not_seen_yet(avalanche, digits):
     assert output.shape == (5, 14) and output.isfinite().all()
     assert torch.equal(output[:, :10], scores)
     assert output[:, 10:].max() < scores.min()
-
-
-def test_a_wrong_calibrator_or_layer_is_one_line_before_training(avalanche, digits):
-    from fdc_avalanche import FDCPlugin
-
-    with input_error(r"calibrator: expected one of .*, found dict"):
-        FDCPlugin({"tsf": True}, "classifier").start(network(growing=False)[0])
-    assert FDCPlugin("fdc", "classifier", attenuation=0.25).calibrator.settings.attenuation == 0.25
-    with input_error("none beside a calibrator, found attenuation"):
-        FDCPlugin(calibration.make("fdc"), "classifier", attenuation=0.25)
-    model, _ = network(growing=False)
-    before = copy.deepcopy(model.state_dict())
-    for layer, message in (("clasifier", "did you mean classifier"), ("features.1", "ReLU")):
-        with input_error(f"layer: expected .*{message}"):
-            trained(digits, [FDCPlugin(calibration.FDC(), layer)], model)
-    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("route", ["pickle", "copy", "state_dict"])

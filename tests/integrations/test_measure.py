@@ -25,19 +25,3 @@ def test_replaced_parts_are_in_the_programs(heading):
     for part in measure.REAL[heading]:
         assert part in code
     assert "digits(return" not in measure.program(heading, real=True)
-
-
-@pytest.mark.parametrize(
-    "code, line",
-    [
-        ("raise ValueError('a reason')", "Mammoth: ValueError: a reason"),
-        ("raise OSError('Name or service not known')", "no network; datasets/seq_8vision.py"),
-        ("print({'raw': 0.5}); raise SystemExit(1)", "Mammoth: no numbers"),
-    ],
-)
-def test_a_row_that_fails_is_named_with_its_reason(monkeypatch, capsys, code, line):
-    monkeypatch.setattr(measure, "program", lambda *_: code)
-    monkeypatch.setattr(measure, "version", lambda _: "1")
-    monkeypatch.setitem(measure.ROWS, "Mammoth", ("MAMMOTH", ""))
-    assert measure.main(["Mammoth"], real=False) == 1
-    assert line in capsys.readouterr().err
