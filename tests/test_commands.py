@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -29,19 +28,11 @@ def run_python(*arguments, cwd=REPOSITORY, **variables):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", ["export", "latency", "predict"])
-def test_a_module_that_is_run_names_its_command(name):
-    with pytest.raises(SystemExit, match=f"^use python -m fdc_jax {name}$"):
-        runpy.run_path(str(REPOSITORY / "fdc_jax" / f"{name}.py"), run_name="__main__")
-
-
 @pytest.mark.parametrize(
     "error, code, text",
     [
         (PermissionError(13, "Permission denied", "/closed/x"), 2, "/closed/x: Permission denied"),
         (InputError("x" * 5000 + "\x1b"), 2, f"{'x' * 200}...{'x' * 16}\\x1b"),
-        (OSError(28, "No space left on device"), 2, "[Errno 28] No space left on device"),
-        (MemoryError(), 2, "out of memory"),
         (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 2, "out of memory (RESOURCE_EXH"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
     ],
@@ -58,17 +49,6 @@ def test_errors_of_the_system_are_one_line(error, code, text, capsys):
 def test_an_error_of_the_program_has_a_traceback():
     with pytest.raises(ZeroDivisionError):
         Program("predict", "").run(lambda options: 1 / 0, [])
-
-
-@pytest.mark.ci
-def test_deleted_folder_and_closed_output_are_one_line(tmp_path):
-    program = f"{sys.executable} -m fdc_jax posthoc absent.npz >&-"
-    command = f"mkdir gone; cd gone; rmdir ../gone; {program}"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    options = {"cwd": tmp_path, "env": environment, "text": True}
-    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, **options)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and "absent.npz: no such file or folder" in line
 
 
 # Signals ------------------------------------------------------------------------------------------
@@ -174,26 +154,6 @@ def test_signal_handlers_are_restored_after_the_loop():
         with pytest.raises(Interrupted, match="stopped by SIGTERM; the same command resumes"):
             stop.poll()
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.parametrize(
-    "ending, code, message",
-    [
-        (">/dev/full", 2, "fdc_jax.posthoc: [Errno 28] No space left on device"),
-        ("| exec sleep 0", 141, ""),
-    ],
-)
-def test_closed_or_full_standard_output_is_one_line(ending, code, message, tmp_path):
-    """Help longer than a pipe holds, so that it is noticed while it is written."""
-    script = (
-        "import sys; from fdc_jax.errors import Program\n"
-        "sys.exit(Program('posthoc', '').run(lambda options: print('x' * 10**6), []))"
-    )
-    line = f"set -o pipefail; '{sys.executable}' -c \"$1\" {ending}"
-    done = subprocess.run(
-        ["bash", "-c", line, "-", script], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr.strip()) == (code, message)
 
 
 def test_a_flag_given_twice_is_refused(capsys):
