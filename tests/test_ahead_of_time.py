@@ -3,9 +3,10 @@
 import pytest
 
 from fdc_jax import learners
-from tests.test_numbers import saved, table_under
+from tests.test_numbers import REPOSITORY, saved, table_under
 
 PAGE = "docs/studies/ahead_of_time.md"
+FILES = sorted((REPOSITORY / "results" / "ahead_of_time").glob("*.json"))
 EPOCHS = 20
 GIB = 2**30
 # Numbers of passes over the images of a task, by program.
@@ -92,6 +93,17 @@ def shares():
     return rows
 
 
+def on_h100():
+    """Returns a row per program, its temporary memory on one H100."""
+    estimates = records("h100")
+    titles = NAMES | {"extraction": "extraction"}
+    rows = []
+    for name in dict.fromkeys(program for program, _ in estimates):
+        title = titles.get(name) or learners.title(name)
+        rows.append([title, *(memory(estimates[name, size]) for size in (64, 256))])
+    return rows
+
+
 @pytest.mark.parametrize(
     ("header", "expected"),
     [
@@ -99,10 +111,21 @@ def shares():
         ("| learner's step of 64 images |", steps),
         ("| pass over 64 images |", passes),
         ("| passes over a task |", shares),
+        ("| on an H100 |", on_h100),
     ],
 )
 def test_tables_equal_their_files(header, expected):
     assert table_under(PAGE, header) == expected()
+
+
+def test_page_names_command_and_commit_of_every_file():
+    page = (REPOSITORY / PAGE).read_text()
+    for path in FILES:
+        record = saved(f"ahead_of_time/{path.stem}")
+        assert record["command"] in page
+        assert f"`{path.name}` | {record['versions']['commit'][:7]}" in page
+    scoring, extraction = MILLISECONDS["scoring"], MILLISECONDS["extraction"]
+    assert f"in {scoring:.3f} ms on v5e, beside {extraction:.1f} ms for" in page
 
 
 def test_learners_declare_the_cost_of_their_passes():

@@ -156,6 +156,26 @@ def test_signal_handlers_are_restored_after_the_loop():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize(
+    "ending, code, message",
+    [
+        (">/dev/full", 2, "fdc_jax.posthoc: [Errno 28] No space left on device"),
+        ("| exec sleep 0", 141, ""),
+    ],
+)
+def test_closed_or_full_standard_output_is_one_line(ending, code, message, tmp_path):
+    """Help longer than a pipe holds, so that it is noticed while it is written."""
+    script = (
+        "import sys; from fdc_jax.errors import Program\n"
+        "sys.exit(Program('posthoc', '').run(lambda options: print('x' * 10**6), []))"
+    )
+    line = f"set -o pipefail; '{sys.executable}' -c \"$1\" {ending}"
+    done = subprocess.run(
+        ["bash", "-c", line, "-", script], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.strip()) == (code, message)
+
+
 def test_a_flag_given_twice_is_refused(capsys):
     program = Program("predict", "")
     program.add_argument("--output")
