@@ -64,7 +64,9 @@ def test_loss_and_gradients_in_float64(run, backbone, task):
         target, actual = (softened(rows, frozen["heads"]) for rows in (earlier, features))
         return value + WEIGHT * np.sum(np.exp(target) * (target - actual)) / len(labels)
 
-    gradients, _ = toy.check_loss(run, frozen, trained, expected, classes, None, 1e-3, 1e-5)
+    gradients, _ = toy.check_loss(
+        run, frozen, trained, expected, classes, rtol=1e-3, value_rtol=1e-5
+    )
     for name, factors in gradients["increment"].items():
         kept = ~np.asarray(frozen["free"][name])
         assert not factors["A"].swapaxes(1, 2)[kept].any()
